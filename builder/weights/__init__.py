@@ -1,0 +1,1 @@
+"""Readers of checkpoint formats (GGUF, Hugging Face, TensorRT-LLM)."""

@@ -1,0 +1,1 @@
+"""`append`: rotate queries and keys, write keys and values into active pages."""

@@ -1,0 +1,1 @@
+"""`attend`: attention over active pages and committed blocks of one KV head."""

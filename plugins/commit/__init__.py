@@ -1,0 +1,1 @@
+"""`commit`: choose, absorb, quantize and write the entries a commit transition keeps."""

@@ -1,0 +1,1 @@
+"""The CommitKV engine: a pure half (stdlib only) that decides and a device half that computes."""

@@ -1,0 +1,132 @@
+"""What a model looks like and what an engine may use. Pure records; checked where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime.errors import ConfigError
+
+Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+DType = Literal["fp32", "bf16", "fp16"]
+
+DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding; fields besides `theta` follow Hugging Face's `rope_scaling` names.
+
+    `attention_factor` is already resolved by the reader (yarn's default, 0.1 ln(factor) + 1, included).
+    """
+
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_max_positions: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shape of a decoder-only transformer of the Llama, Mistral, Qwen2 or Qwen3 family."""
+
+    family: Family
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_eps: float
+    rope: RopeSpec
+    max_positions: int
+    tied_embeddings: bool
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    name: str = ""
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def num_kv_rows(self) -> int:
+        """Independent lists of entries one conversation has: layers x KV heads."""
+        return self.num_layers * self.num_kv_heads
+
+    def kv_token_bytes(self, kv_dtype: str = "fp16") -> int:
+        """Bytes one token holds in a full cache of `kv_dtype`."""
+        return self.num_kv_rows * 2 * self.head_dim * DTYPE_BYTES[kv_dtype]
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """What the builder fixed for one engine; the runtime must match every field."""
+
+    dtype: DType = "bf16"
+    kv_dtype: DType = "bf16"
+    max_batch_size: int = 16
+    max_seq_len: int = 8192
+    page_tokens: int = 16
+    block_entries: int = 64
+    policy: str = "commitkv"
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("max_batch_size", 1, 1024),
+            ("max_seq_len", 16, 1 << 20),
+            ("page_tokens", 8, 256),
+            ("block_entries", 16, 256),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not low <= value <= high:
+                raise ConfigError(
+                    f"{name}: got {value!r}, expected a whole number from {low} to {high}; "
+                    f"pass a value in that range"
+                )
+        for name in ("page_tokens", "block_entries"):
+            if getattr(self, name) % 8:
+                raise ConfigError(
+                    f"{name}: got {getattr(self, name)}, expected a multiple of 8 so that rows stay 16-byte aligned"
+                )
+        for name in ("dtype", "kv_dtype"):
+            if getattr(self, name) not in DTYPE_BYTES:
+                raise ConfigError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(DTYPE_BYTES)}")
+
+
+@dataclass(frozen=True)
+class RuntimeConfig:
+    """What the operator chooses at start; nothing here changes the engine files.
+
+    kv_memory_bytes: bound on pages and blocks together.
+    tokens_per_step: token budget of one step over all conversations.
+    watermark: share of the KV memory above which commits are forced.
+    max_idle_conversations: conversations kept between turns before the oldest loses its KV.
+    """
+
+    kv_memory_bytes: int = 1 << 30
+    tokens_per_step: int = 256
+    probe_tokens_per_step: int = 128
+    watermark: float = 0.85
+    manage_every_steps: int = 8
+    max_conversations: int = 1024
+    max_waiting: int = 256
+    num_threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("kv_memory_bytes", "tokens_per_step", "probe_tokens_per_step", "manage_every_steps",
+                     "max_conversations", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        if not 0.0 < self.watermark <= 1.0:
+            raise ConfigError(f"watermark: got {self.watermark}, expected a share of the KV memory in (0, 1]")

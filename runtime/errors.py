@@ -1,0 +1,47 @@
+"""Errors a user can cause. Each message says what, what it got, what it expected, and how to fix it."""
+
+from __future__ import annotations
+
+
+class CommitKVError(Exception):
+    """Base of every error that is answered to a user instead of crashing the process."""
+
+
+class ConfigError(CommitKVError):
+    """A limit, option or combination of options that cannot work."""
+
+
+class CheckpointError(CommitKVError):
+    """A model file or directory that is missing, damaged or of an unsupported kind."""
+
+
+class ManifestError(CommitKVError):
+    """An engine directory that is missing, damaged or built for something else."""
+
+
+class RequestError(CommitKVError):
+    """A request that can never be served as it stands."""
+
+
+class UnknownPolicyError(RequestError):
+    """A policy name that is not registered."""
+
+
+class UnknownConversationError(RequestError):
+    """A conversation id that the engine does not hold."""
+
+
+class ConversationBusyError(RequestError):
+    """A second turn for a conversation whose turn is still running."""
+
+
+class PromptTooLongError(RequestError):
+    """More tokens than the engine's `max_seq_len` leaves room for."""
+
+
+class OutOfMemoryError(CommitKVError):
+    """The KV memory cannot hold what was asked for, even after everything reclaimable was reclaimed."""
+
+
+class ServerStoppingError(CommitKVError):
+    """The engine is shutting down and takes no new work."""

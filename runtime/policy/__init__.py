@@ -1,0 +1,1 @@
+"""Compression policies, one per file; `registry.ALL_POLICIES` lists them."""

@@ -1,0 +1,133 @@
+"""What a client asks for and what it is told, as the engine sees it (no tensors, no transport)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from runtime.errors import RequestError
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """temperature 0 or top_k 1: greedy. top_k 0: no limit. seed None: the engine draws one.
+
+    Raises RequestError naming the field for values no distribution has.
+    """
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    want_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("max_tokens", self.max_tokens >= 0, "0 or more"),
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "a finite number, 0 or more"),
+            ("top_k", self.top_k >= 0, "0 (no limit) or more"),
+            ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "a number from -2 to 2"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "a number from -2 to 2"),
+        )
+        for name, good, expected in checks:
+            if not good:
+                raise RequestError(f"{name}: got {getattr(self, name)}, expected {expected}; correct the request")
+        if any(not s for s in self.stop):
+            raise RequestError("stop: got an empty stop string, expected non-empty text; leave it out")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One turn.
+
+    text: with `conversation_id`, the new user message (the chat template is applied); without, a raw prompt.
+    system_prompt: used on the first turn of a conversation only; protected.
+    protect: [start, end) character ranges of `text` whose tokens are never merged or evicted.
+    policy: name of a registered policy; None: the engine's own. Fixed by a conversation's first turn.
+    end_conversation: free the conversation when this turn is over.
+    """
+
+    request_id: str
+    text: str
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    conversation_id: str | None = None
+    system_prompt: str | None = None
+    protect: tuple[tuple[int, int], ...] = ()
+    policy: str | None = None
+    end_conversation: bool = False
+    exclude_input_from_output: bool = True
+
+
+@dataclass(frozen=True)
+class KvStats:
+    """Memory of one conversation. Token counts are token equivalents: entries / (layers * KV heads).
+
+    kv_bytes: active pages, committed blocks with scales, biases and scores, and tables.
+    kv_full_bytes: the full cache of as many tokens in fp16.
+    evictable tokens are counted in `committed`, which they still occupy.
+    """
+
+    kv_bytes: int = 0
+    kv_full_bytes: int = 0
+    active: int = 0
+    staged: int = 0
+    committed: int = 0
+    evicted: int = 0
+    peak_kv_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class TurnStats:
+    """Timestamps are nanoseconds of the monotonic clock; names follow TensorRT-LLM's perf metrics."""
+
+    arrival_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    reused_blocks: int = 0
+    missed_blocks: int = 0
+    alloc_new_blocks: int = 0
+    alloc_total_blocks: int = 0
+    kv: KvStats = field(default_factory=KvStats)
+
+
+@dataclass(frozen=True)
+class TextEvent:
+    """A piece of answer text; pieces concatenate to the whole, stop strings already cut."""
+
+    request_id: str
+    text: str
+    cumulative_logprob: float = 0.0
+
+
+@dataclass(frozen=True)
+class FinishEvent:
+    """The last event of a turn that ran. `stop_reason`: the stop string that matched, or ''."""
+
+    request_id: str
+    reason: FinishReason
+    stop_reason: str
+    stats: TurnStats
+    cumulative_logprob: float = 0.0
+
+
+@dataclass(frozen=True)
+class ErrorEvent:
+    """The last event of a turn that could not run or go on; `message` is for the user."""
+
+    request_id: str
+    error: Exception
+
+
+Event = TextEvent | FinishEvent | ErrorEvent

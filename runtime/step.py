@@ -1,0 +1,223 @@
+"""What goes down to the device half and what comes up: frozen records, flat int32 tables, no states.
+
+The engine issues three kinds of work, one at a time:
+    StepPlan     prefill chunks and decode rows of many conversations  -> StepResult
+    ProbePlan    a re-read of one span, nothing kept                   -> bool (False: it gave way)
+    LinePlan     draw the line for one conversation's commit           -> LineResult
+    PublishPlan  write the blocks that the commit keeps                -> PublishResult
+
+Arrays are `array('i')` (int32). A *slot* is page_id * page_tokens + offset: one token's place in every layer.
+A *row* of a block table is layer * num_kv_heads + kv_head.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+def int32(values: object = ()) -> array[int]:
+    """An int32 array."""
+    return array("i", values)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True, eq=False)
+class BlockTable:
+    """The committed blocks one conversation holds, ragged per (layer, KV head).
+
+    version: unique over all tables of the process, so that device copies can be cached by it.
+    format: block format, see `plugins.layout.BlockFormat`.
+    starts: [num_rows + 1]; row r owns entries [starts[r], starts[r + 1]) of `ids` and `lens`.
+    ids: [num_blocks] block ids.   lens: [num_blocks] entries filled in each block, 1..block_entries.
+    """
+
+    version: int
+    format: str
+    starts: array[int]
+    ids: array[int]
+    lens: array[int]
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class KvView:
+    """What the rows of one conversation may read.
+
+    page_ids, page_lens: [num_pages]; tokens filled per page, the rows being run included. The rows being run
+    are the last ones in this order, so row i of n sees all but the last n - 1 - i of the page tokens, and
+    every committed entry.
+    """
+
+    page_ids: array[int]
+    page_lens: array[int]
+    blocks: BlockTable
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """How to choose the next token after a sequence's last row.
+
+    uniform: a number in [0, 1) from the request's seeded stream; the token is the first whose cumulative
+    probability exceeds it, so a seed gives the same text whatever else is in the batch.
+    history: tokens the penalties count (generated so far in this turn).
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    uniform: float = 0.0
+    history: tuple[int, ...] = ()
+    want_logprob: bool = False
+    forbidden: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class SequencePlan:
+    """Rows of one conversation: a prefill chunk, or one decode row.
+
+    first_position: logical position of token_ids[0]; the rest follow.
+    slots: [num_tokens] where `append` writes each token's K and V.
+    record_seen: whether attention updates `seen` and `score`; for chunks the executor samples the rows
+        (the last `SEEN_LAST_ROWS` and every `SEEN_EVERY`-th).
+    sample: None for a chunk that is not the last of its prompt.
+    """
+
+    handle: int
+    token_ids: tuple[int, ...]
+    first_position: int
+    slots: array[int]
+    view: KvView
+    record_seen: bool
+    sample: SampleSpec | None
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    sequences: tuple[SequencePlan, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """logprob: natural log of the probability under the unmodified distribution, or None if not asked for."""
+
+    handle: int
+    token_id: int
+    logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class StepResult:
+    tokens: tuple[SampledToken, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class ProbePlan:
+    """Re-read of a span: like a prefill chunk whose pages are scratch. `first_scored_row` and later rows
+    raise the scores of everything they look at."""
+
+    handle: int
+    token_ids: tuple[int, ...]
+    first_position: int
+    slots: array[int]
+    view: KvView
+    first_scored_row: int
+
+
+@dataclass(frozen=True)
+class CommitRules:
+    """The device's share of a policy.
+
+    floor_entries: least number of entries each (layer, KV head) keeps.
+    absorb_gate: absorb what falls below the line into the nearest kept entry of the head if
+        |k - k'| < absorb_gate * |k|; None drops it.
+    layer_scale: [num_layers] factors on scores before the line, or empty for 1.
+    protect_outlier_z: entries whose score lies more than z standard deviations over the mean of their head
+        at their first commit are protected for good; None switches the rule off.
+    """
+
+    floor_entries: int = 16
+    absorb_gate: float | None = 0.35
+    layer_scale: tuple[float, ...] = ()
+    protect_outlier_z: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LinePlan:
+    """Draw the line over everything one conversation has committed or staged.
+
+    staged_slots: [num_staged] tokens to commit, protected ones not among them.
+    keep_entries: entries to keep over all rows together (the floor may raise it).
+    """
+
+    handle: int
+    staged_slots: array[int]
+    blocks: BlockTable
+    keep_entries: int
+    rules: CommitRules
+
+
+@dataclass(frozen=True, eq=False)
+class LineResult:
+    """Counts only; scores stay on the device.
+
+    new_kept: [num_rows] staged tokens above the line.   alive: [num_blocks] entries above it per old block.
+    """
+
+    line: float
+    new_kept: array[int]
+    alive: array[int]
+
+
+@dataclass(frozen=True, eq=False)
+class PublishPlan:
+    """Second half of a commit, right after its LinePlan with nothing run in between.
+
+    dissolve: [num_blocks of the old table] 1 where the block is emptied: entries above the line move to new
+        blocks, those below are absorbed or dropped. Other blocks keep their codes; entries below the line in
+        them stay readable until they are dissolved (state *evictable*).
+    blocks: the table after the commit: per row the blocks that stay, in their old order, then the new ones.
+    new_block: [num_blocks of `blocks`] 1 where the block is new.
+    move_from, move_to: protected tokens copied whole from staged pages to pages that stay.
+    """
+
+    line: LinePlan
+    dissolve: array[int]
+    blocks: BlockTable
+    new_block: array[int]
+    move_from: array[int] = field(default_factory=int32)
+    move_to: array[int] = field(default_factory=int32)
+
+
+@dataclass(frozen=True)
+class PublishResult:
+    absorbed: int
+    dropped: int
+
+
+class Executor(Protocol):
+    """The device half, as the engine sees it. Calls are made one at a time from one thread."""
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def probe(self, plan: ProbePlan, interrupted: Callable[[], bool]) -> bool:
+        """Asks `interrupted` between layers; True when the scores were raised, False when it gave way."""
+        ...
+
+    def draw_line(self, plan: LinePlan) -> LineResult: ...
+
+    def publish(self, plan: PublishPlan) -> PublishResult: ...
+
+    def release(self, page_ids: array[int], blocks: BlockTable | None) -> None:
+        """Pages and blocks that nobody owns any more: memory may go back to the system."""
+        ...
