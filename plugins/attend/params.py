@@ -1,0 +1,56 @@
+"""The one parameter record of `attend`; its reference, torch and native forms all take it.
+
+For sequence s and query head h of KV head g = h // group_size, row i of its n rows attends to
+    the page tokens of s in table order, all but the last n - 1 - i of them, and
+    every filled entry of the blocks listed for (s, g), whose bias is added to the logit.
+out = softmax(scale * q.k + bias) . v over that union. For rows with `record` set, the largest weight over those
+rows and over the query heads of the group raises `seen` (pages) and `score` (blocks): x = max(x, weight).
+Blocks themselves are never written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from plugins.layout import BlockLayout
+
+
+@dataclass(frozen=True, eq=False)
+class AttendTables:
+    """Flat int32 CPU or device tensors; S sequences, G KV heads.
+
+    row_starts [S+1]: query rows of sequence s are [row_starts[s], row_starts[s+1]).
+    page_starts [S+1] into page_ids, page_lens.
+    block_starts [S*G+1] into block_ids, block_lens; list s*G+g belongs to sequence s, KV head g (of ONE layer).
+    record [rows] uint8.
+    """
+
+    row_starts: torch.Tensor
+    page_starts: torch.Tensor
+    page_ids: torch.Tensor
+    page_lens: torch.Tensor
+    block_starts: torch.Tensor
+    block_ids: torch.Tensor
+    block_lens: torch.Tensor
+    record: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class AttendParams:
+    """q, out [rows, q_heads, head_dim] fp32/bf16/fp16, contiguous.
+
+    pages [num_pages, G, 2, page_tokens, head_dim] kv_dtype; seen [num_pages, G, page_tokens] fp16;
+    blocks [num_blocks, block_bytes] uint8 and score [num_blocks, block_entries] fp16 in `block_layout`'s format.
+    """
+
+    q: torch.Tensor
+    out: torch.Tensor
+    pages: torch.Tensor
+    seen: torch.Tensor
+    blocks: torch.Tensor
+    score: torch.Tensor
+    block_layout: BlockLayout
+    tables: AttendTables
+    scale: float
