@@ -1,0 +1,193 @@
+"""The arithmetic of a commit: what is put before the line, which blocks dissolve, and what the tables become."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.kv_state import ConversationKv, Page, make_block_table
+from runtime.lifecycle import Event, State
+from runtime.step import CommitRules, LinePlan, LineResult, PublishPlan, int32
+
+
+def make_line_plan(handle: int, kv: ConversationKv) -> LinePlan:
+    """Everything staged, and a budget over all that was ever committed."""
+    slots = int32()
+    for page in kv.staged_pages():
+        first = page.page_id * kv.page_tokens
+        slots.extend(first + i for i, p in enumerate(page.positions) if not kv.is_protected(p))
+    policy = kv.policy
+    keep = math.ceil(policy.budget_ratio * (kv.committed_tokens + len(slots)) * kv.num_rows)
+    rules = CommitRules(
+        floor_entries=policy.floor_entries,
+        absorb_gate=policy.absorb_gate,
+        layer_scale=policy.layer_scale,
+        protect_outlier_z=policy.protection.outlier_z,
+    )
+    return LinePlan(handle, slots, kv.blocks, keep, rules)
+
+
+def blocks_to_dissolve(alive: Sequence[int], new_kept: int, block_entries: int, repack_ratio: float) -> set[int]:
+    """Indices of one row's blocks to empty, so that the row ends with the fewest blocks.
+
+    Only blocks with less than `repack_ratio` of their entries above the line are candidates, emptiest first;
+    of equal savings the one that rewrites fewest entries wins.
+    """
+    candidates = sorted((n, i) for i, n in enumerate(alive) if n < repack_ratio * block_entries)
+    best, best_blocks = 0, math.ceil(new_kept / block_entries)
+    moved = new_kept
+    for count, (num_alive, _) in enumerate(candidates, start=1):
+        moved += num_alive
+        blocks_after = math.ceil(moved / block_entries) - count
+        if blocks_after < best_blocks:
+            best, best_blocks = count, blocks_after
+    return {i for _, i in candidates[:best]}
+
+
+@dataclass(frozen=True)
+class _RowDraft:
+    """One row after the commit: old blocks that stay as (id, len), and entries to write to new ones."""
+
+    stays: tuple[tuple[int, int], ...]
+    num_written: int
+
+
+@dataclass(frozen=True, eq=False)
+class CommitDraft:
+    """A commit whose line is drawn and whose new blocks and pages have no ids yet."""
+
+    rows: tuple[_RowDraft, ...]
+    dissolve: array[int]
+    new_kept: int
+    alive: int
+    alive_in_dissolved: int
+    below_in_dissolved: int
+    below: int
+    block_entries: int
+    protected_slots: tuple[int, ...]
+    protected_positions: tuple[int, ...]
+    room_in_compacted: int
+    page_tokens: int
+
+    @property
+    def num_new_blocks(self) -> int:
+        return sum(math.ceil(row.num_written / self.block_entries) for row in self.rows)
+
+    @property
+    def num_new_pages(self) -> int:
+        return math.ceil(max(0, len(self.protected_slots) - self.room_in_compacted) / self.page_tokens)
+
+    def publish_plan(
+        self, kv: ConversationKv, line: LinePlan, block_ids: array[int], page_ids: array[int]
+    ) -> PublishPlan:
+        """Gives the new blocks their ids and the protected tokens their new slots."""
+        rows: list[list[tuple[int, int]]] = []
+        new_flags = int32()
+        next_id = iter(block_ids)
+        for row in self.rows:
+            lens = _split(row.num_written, self.block_entries)
+            rows.append([*row.stays, *((next(next_id), n) for n in lens)])
+            new_flags.extend([0] * len(row.stays) + [1] * len(lens))
+        table = make_block_table(kv.blocks.format, rows)
+        move_to = int32(_free_compacted_slots(kv, page_ids)[: len(self.protected_slots)])
+        return PublishPlan(line, self.dissolve, table, new_flags, int32(self.protected_slots), move_to)
+
+    def apply(
+        self, kv: ConversationKv, plan: PublishPlan, page_ids: array[int]
+    ) -> tuple[array[int], array[int]]:
+        """Swaps tables and counts; returns the page ids and block ids that are free now."""
+        compacted = [page for page in kv.pages if page.compacted]
+        compacted += [Page(page_id, compacted=True) for page_id in page_ids]
+        positions = list(self.protected_positions)
+        for page in compacted:
+            room = kv.page_tokens - page.num_tokens
+            page.positions.extend(positions[:room])
+            del positions[:room]
+        assert not positions
+        freed_pages = int32(page.page_id for page in kv.staged_pages())
+        freed_blocks = int32(b for b, gone in zip(kv.blocks.ids, self.dissolve, strict=True) if gone)
+        flow = [page for page in kv.pages if page.state is State.ACTIVE and not page.compacted]
+        kv.committed_tokens += kv.num_staged
+        self._move_entries(kv)
+        kv.set_pages(compacted + flow)
+        kv.blocks = plan.blocks
+        return freed_pages, freed_blocks
+
+    def _move_entries(self, kv: ConversationKv) -> None:
+        ledger = kv.ledger
+        fell = self.below - ledger[State.EVICTABLE]
+        if fell >= 0:
+            ledger.move(State.COMMITTED, Event.FELL, fell)
+        else:
+            ledger.move(State.EVICTABLE, Event.ROSE, -fell)
+        ledger.move(State.EVICTABLE, Event.REPACKED, self.below_in_dissolved)
+        ledger.move(State.STAGED, Event.KEPT, self.new_kept)
+        ledger.move(State.STAGED, Event.BELOW, ledger[State.STAGED])
+
+
+def draft_commit(kv: ConversationKv, line: LineResult, block_entries: int) -> CommitDraft:
+    """Decides row by row which blocks dissolve, and finds the protected tokens that must leave staged pages."""
+    table = kv.blocks
+    dissolve = int32(bytes(4 * table.num_blocks))
+    rows: list[_RowDraft] = []
+    alive_moved = below_moved = 0
+    for row in range(kv.num_rows):
+        first, last = table.starts[row], table.starts[row + 1]
+        gone = blocks_to_dissolve(line.alive[first:last], line.new_kept[row], block_entries, kv.policy.repack_ratio)
+        stays: list[tuple[int, int]] = []
+        written = line.new_kept[row]
+        for i in range(first, last):
+            if i - first in gone:
+                dissolve[i] = 1
+                written += line.alive[i]
+                alive_moved += line.alive[i]
+                below_moved += table.lens[i] - line.alive[i]
+            else:
+                stays.append((table.ids[i], table.lens[i]))
+        rows.append(_RowDraft(tuple(stays), written))
+    slots, positions = _protected_in_staged(kv)
+    return CommitDraft(
+        rows=tuple(rows),
+        dissolve=dissolve,
+        new_kept=sum(line.new_kept),
+        alive=sum(line.alive),
+        alive_in_dissolved=alive_moved,
+        below_in_dissolved=below_moved,
+        below=sum(table.lens) - sum(line.alive),
+        block_entries=block_entries,
+        protected_slots=tuple(slots),
+        protected_positions=tuple(positions),
+        room_in_compacted=len(_free_compacted_slots(kv, int32())),
+        page_tokens=kv.page_tokens,
+    )
+
+
+def _split(total: int, size: int) -> list[int]:
+    """`total` in pieces of `size`, the last one smaller."""
+    return [min(size, total - first) for first in range(0, total, size)]
+
+
+def _protected_in_staged(kv: ConversationKv) -> tuple[list[int], list[int]]:
+    """Slots and positions of protected tokens that sit in staged pages."""
+    slots: list[int] = []
+    positions: list[int] = []
+    for page in kv.staged_pages():
+        for offset, position in enumerate(page.positions):
+            if kv.is_protected(position):
+                slots.append(page.page_id * kv.page_tokens + offset)
+                positions.append(position)
+    return slots, positions
+
+
+def _free_compacted_slots(kv: ConversationKv, new_page_ids: array[int]) -> list[int]:
+    """Slots where protected tokens may go: the rest of compacted pages, then new ones."""
+    size = kv.page_tokens
+    slots = [
+        page.page_id * size + offset
+        for page in kv.pages
+        if page.compacted
+        for offset in range(page.num_tokens, size)
+    ]
+    return slots + [page_id * size + offset for page_id in new_page_ids for offset in range(size)]

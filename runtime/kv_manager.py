@@ -1,0 +1,302 @@
+"""Owns the KV memory: reserve takes pages and blocks before a step, settle records its outcome after it.
+
+These are the only two writers of cache state. A reservation that fails changes nothing; one that is not settled
+must be cancelled. Commits are planned and settled here too; their arithmetic is in `commit_planner`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from plugins.layout import BlockLayout, PageLayout
+from runtime.commit_planner import CommitDraft, draft_commit, make_line_plan
+from runtime.config import DTYPE_BYTES, EngineLimits, ModelSpec
+from runtime.errors import ConfigError
+from runtime.kv_state import ConversationKv, Page, make_block_table
+from runtime.lifecycle import Event, State, transition
+from runtime.page_pool import ByteBudget, IdPool
+from runtime.policy.base import Policy
+from runtime.request import KvStats
+from runtime.step import BlockTable, KvView, LinePlan, LineResult, PublishPlan, int32
+
+
+@dataclass(frozen=True, eq=False)
+class RowReservation:
+    """Room for `num_tokens` new tokens of one conversation; scratch rows (a probe's) leave nothing behind."""
+
+    handle: int
+    num_tokens: int
+    new_page_ids: array[int]
+    slots: array[int]
+    view: KvView
+    scratch: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Freed:
+    """Ids that nobody owns any more, for `Executor.release`."""
+
+    page_ids: array[int]
+    blocks: BlockTable | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class CommitReservation:
+    """Blocks and pages taken for the second half of a commit."""
+
+    handle: int
+    plan: PublishPlan
+    draft: CommitDraft
+    new_block_ids: array[int]
+    new_page_ids: array[int]
+
+
+class KvManager:
+    """Pages and blocks of all conversations within `kv_memory_bytes`."""
+
+    def __init__(self, spec: ModelSpec, limits: EngineLimits, kv_memory_bytes: int) -> None:
+        self.spec = spec
+        self.page_tokens = limits.page_tokens
+        self.block_entries = limits.block_entries
+        self.page_layout = PageLayout(
+            spec.num_layers, spec.num_kv_heads, spec.head_dim, limits.page_tokens, DTYPE_BYTES[limits.kv_dtype]
+        )
+        self._kv_dtype = limits.kv_dtype
+        self.block_layouts = {
+            name: BlockLayout(name, limits.block_entries, spec.head_dim)  # type: ignore[arg-type]
+            for name in ("int4", "int8", limits.kv_dtype)
+        }
+        # A commit writes at most about one part-filled block per row before it frees anything.
+        headroom = 2 * spec.num_kv_rows * max(x.stored_bytes for n, x in self.block_layouts.items() if n == "int4")
+        least = headroom + 8 * self.page_layout.page_bytes
+        if kv_memory_bytes < least:
+            raise ConfigError(
+                f"kv_memory_bytes: got {kv_memory_bytes:,}, expected at least {least:,} for this model "
+                f"(8 pages and the room a commit works in); raise it"
+            )
+        self.budget = ByteBudget(kv_memory_bytes, headroom)
+        self._pages = self._pool(self.page_layout.page_bytes)
+        self._blocks = {name: self._pool(layout.stored_bytes) for name, layout in self.block_layouts.items()}
+        self._conversations: dict[int, ConversationKv] = {}
+        self._scratch_pages = 0
+
+    def _pool(self, item_bytes: int) -> IdPool:
+        return IdPool(self.budget.total_bytes // item_bytes, item_bytes, self.budget)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages the arenas must be able to hold."""
+        return self._pages.capacity
+
+    @property
+    def num_blocks(self) -> dict[str, int]:
+        """Blocks the arena of each format must be able to hold."""
+        return {name: pool.capacity for name, pool in self._blocks.items()}
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that fit when nothing is compressed."""
+        return (self.budget.total_bytes - self.budget.headroom_bytes) // self.page_layout.page_bytes * self.page_tokens
+
+    # Conversations
+
+    def open(self, handle: int, policy: Policy) -> None:
+        """Starts an empty cache; its first tokens are protected as the policy says."""
+        assert handle not in self._conversations, handle
+        block_format = self._kv_dtype if policy.block_format == "kv" else policy.block_format
+        kv = ConversationKv(policy, block_format, self.spec.num_kv_rows, self.page_tokens)
+        kv.protect(0, policy.protection.sink_tokens)
+        self._conversations[handle] = kv
+
+    def __getitem__(self, handle: int) -> ConversationKv:
+        return self._conversations[handle]
+
+    def __contains__(self, handle: int) -> bool:
+        return handle in self._conversations
+
+    def release(self, handle: int) -> Freed:
+        """Frees everything a conversation holds."""
+        kv = self._conversations.pop(handle)
+        for state in State:
+            if state is not State.GONE:
+                kv.ledger.move(state, Event.RELEASED, kv.ledger[state])
+        page_ids = int32(page.page_id for page in kv.pages)
+        self._pages.give(page_ids)
+        self._blocks[kv.blocks.format].give(kv.blocks.ids)
+        return Freed(page_ids, kv.blocks)
+
+    def truncate(self, handle: int, num_tokens: int) -> Freed | None:
+        """Undoes the tokens from `num_tokens` on. None, with nothing changed, if one of them left its active page."""
+        kv = self._conversations[handle]
+        num_undone = kv.num_tokens - num_tokens
+        if num_undone <= 0:
+            return Freed(int32())
+        kept: list[Page] = []
+        freed = int32()
+        found = 0
+        for page in kv.pages:
+            stays = int32(p for p in page.positions if p < num_tokens)
+            if len(stays) < page.num_tokens and (page.state is not State.ACTIVE or page.compacted):
+                return None
+            found += page.num_tokens - len(stays)
+            if stays:
+                kept.append(Page(page.page_id, stays, page.state, page.compacted))
+            else:
+                freed.append(page.page_id)
+        if found != num_undone:
+            return None
+        kv.set_pages(kept)
+        kv.ledger.withdraw(num_undone * kv.num_rows)
+        kv.num_tokens = num_tokens
+        self._pages.give(freed)
+        return Freed(freed)
+
+    # Rows
+
+    def reserve_rows(self, handle: int, num_tokens: int) -> RowReservation:
+        """Slots for new tokens. Raises OutOfMemoryError with nothing changed."""
+        kv = self._conversations[handle]
+        in_tail = min(num_tokens, kv.tail_room)
+        new_ids = self._pages.take(-(-(num_tokens - in_tail) // self.page_tokens))
+        slots = int32()
+        if in_tail:
+            first = kv.pages[-1].page_id * self.page_tokens + kv.pages[-1].num_tokens
+            slots.extend(range(first, first + in_tail))
+        slots.extend(self._slots_of(new_ids, num_tokens - in_tail))
+        return RowReservation(handle, num_tokens, new_ids, slots, kv.view(num_tokens, new_ids))
+
+    def reserve_scratch(self, handle: int, num_tokens: int) -> RowReservation:
+        """Slots for rows that are read once and forgotten, in pages of their own."""
+        kv = self._conversations[handle]
+        new_ids = self._pages.take(-(-num_tokens // self.page_tokens))
+        self._scratch_pages += len(new_ids)
+        view = kv.view(num_tokens, new_ids, use_tail=False)
+        return RowReservation(handle, num_tokens, new_ids, int32(self._slots_of(new_ids, num_tokens)), view, True)
+
+    def _slots_of(self, page_ids: array[int], num_tokens: int) -> list[int]:
+        size = self.page_tokens
+        return [page_id * size + offset for page_id in page_ids for offset in range(size)][:num_tokens]
+
+    def settle_rows(self, reservation: RowReservation) -> None:
+        """The step ran: its tokens are active now. Scratch pages go back."""
+        if reservation.scratch:
+            self.cancel_rows(reservation)
+            return
+        kv = self._conversations[reservation.handle]
+        kv.append(reservation.num_tokens, reservation.new_page_ids)
+        kv.peak_bytes = max(kv.peak_bytes, self.kv_bytes(reservation.handle))
+
+    def cancel_rows(self, reservation: RowReservation) -> None:
+        """The step did not run."""
+        if reservation.scratch:
+            self._scratch_pages -= len(reservation.new_page_ids)
+        self._pages.give(reservation.new_page_ids)
+
+    # Lifecycle
+
+    def stage(self, handle: int, event: Event) -> int:
+        """Freezes pages older than the recent window; returns the number of tokens staged.
+
+        The tail page, compacted pages and wholly protected ones stay. Nothing happens below `min_tokens`.
+        """
+        kv = self._conversations[handle]
+        schedule = kv.policy.schedule
+        if not kv.policy.compresses or kv.num_tokens < schedule.min_tokens:
+            return 0
+        oldest_recent = kv.num_tokens - schedule.recent_tokens
+        num_staged = 0
+        for page in kv.pages[:-1]:
+            if page.state is not State.ACTIVE or page.compacted or page.positions[-1] >= oldest_recent:
+                continue
+            loose = kv.loose_positions(page)
+            if not loose:
+                continue
+            page.state = transition(page.state, event)
+            kv.ledger.move(State.ACTIVE, event, len(loose) * kv.num_rows)
+            kv.add_unprobed(page.positions[0], page.positions[-1] + 1)
+            num_staged += len(loose)
+        return num_staged
+
+    def plan_commit(self, handle: int) -> LinePlan | None:
+        """First half of a commit of everything staged; None if nothing is."""
+        kv = self._conversations[handle]
+        return make_line_plan(handle, kv) if kv.num_staged else None
+
+    def reserve_publish(self, plan: LinePlan, line: LineResult) -> CommitReservation:
+        """Second half: which blocks dissolve, and room for the new ones. OutOfMemoryError changes nothing."""
+        kv = self._conversations[plan.handle]
+        draft = draft_commit(kv, line, self.block_entries)
+        pool = self._blocks[kv.blocks.format]
+        block_ids = pool.take(draft.num_new_blocks, for_commit=True)
+        try:
+            page_ids = self._pages.take(draft.num_new_pages, for_commit=True)
+        except Exception:
+            pool.give(block_ids)
+            raise
+        publish = draft.publish_plan(kv, plan, block_ids, page_ids)
+        return CommitReservation(plan.handle, publish, draft, block_ids, page_ids)
+
+    def settle_commit(self, reservation: CommitReservation) -> Freed:
+        """The commit was published: swap tables, then free staged pages and dissolved blocks."""
+        kv = self._conversations[reservation.handle]
+        kv.peak_bytes = max(kv.peak_bytes, self._bytes_during(reservation))
+        page_ids, block_ids = reservation.draft.apply(kv, reservation.plan, reservation.new_page_ids)
+        self._pages.give(page_ids)
+        self._blocks[kv.blocks.format].give(block_ids)
+        return Freed(page_ids, make_block_table(kv.blocks.format, [[(i, self.block_entries) for i in block_ids]]))
+
+    def cancel_commit(self, reservation: CommitReservation) -> None:
+        self._blocks[self[reservation.handle].blocks.format].give(reservation.new_block_ids)
+        self._pages.give(reservation.new_page_ids)
+
+    def _bytes_during(self, reservation: CommitReservation) -> int:
+        layout = self.block_layouts[self[reservation.handle].blocks.format]
+        extra = len(reservation.new_page_ids) * self.page_layout.page_bytes
+        return self.kv_bytes(reservation.handle) + extra + len(reservation.new_block_ids) * layout.stored_bytes
+
+    # Figures
+
+    def kv_bytes(self, handle: int) -> int:
+        """Bytes one conversation holds: pages, blocks with scales, biases and scores, and tables."""
+        kv = self._conversations[handle]
+        block_bytes = self.block_layouts[kv.blocks.format].stored_bytes
+        return len(kv.pages) * self.page_layout.page_bytes + kv.blocks.num_blocks * block_bytes + kv.table_bytes
+
+    def stats(self, handle: int) -> KvStats:
+        kv = self._conversations[handle]
+        rows = kv.num_rows
+        living = kv.ledger.living // rows
+        return KvStats(
+            kv_bytes=self.kv_bytes(handle),
+            kv_full_bytes=kv.num_tokens * self.spec.kv_token_bytes("fp16"),
+            active=kv.ledger[State.ACTIVE] // rows,
+            staged=kv.num_staged,
+            committed=(kv.ledger[State.COMMITTED] + kv.ledger[State.EVICTABLE]) // rows,
+            evicted=kv.num_tokens - living,
+            peak_kv_bytes=kv.peak_bytes,
+        )
+
+    @property
+    def pressure(self) -> float:
+        """Share of the KV memory in use."""
+        return self.budget.used_bytes / self.budget.total_bytes
+
+    def check_invariants(self) -> None:
+        """Adds everything up; called by tests and the idle loop. No reservation may be open."""
+        pages = [page.page_id for kv in self._conversations.values() for page in kv.pages]
+        assert len(pages) == len(set(pages)), "a page has two owners"
+        assert all(map(self._pages.owns, pages))
+        assert self._pages.num_owned == len(pages) + self._scratch_pages, "pages leaked"
+        used = self._pages.num_owned * self._pages.item_bytes
+        for block_format, pool in self._blocks.items():
+            tables = [kv.blocks for kv in self._conversations.values() if kv.blocks.format == block_format]
+            ids = [block_id for table in tables for block_id in table.ids]
+            assert len(ids) == len(set(ids)) == pool.num_owned, "blocks leaked or shared"
+            used += pool.num_owned * pool.item_bytes
+        assert used == self.budget.used_bytes, (used, self.budget.used_bytes)
+        for kv in self._conversations.values():
+            in_pages = sum(page.num_tokens for page in kv.pages)
+            assert kv.ledger[State.ACTIVE] == (in_pages - kv.num_staged) * kv.num_rows
+            assert kv.ledger[State.COMMITTED] + kv.ledger[State.EVICTABLE] == sum(kv.blocks.lens)
+            assert in_pages + kv.committed_tokens == kv.num_tokens, "a token was lost"

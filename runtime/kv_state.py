@@ -1,0 +1,146 @@
+"""What the manager knows about the cache of one conversation. Only `kv_manager` writes it."""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from runtime.lifecycle import Ledger, State
+from runtime.policy.base import Policy
+from runtime.step import BlockTable, KvView, int32
+
+_versions = itertools.count(1)
+
+
+def make_block_table(block_format: str, rows: list[list[tuple[int, int]]]) -> BlockTable:
+    """A table from (block id, entries filled) lists, one list per row."""
+    starts, ids, lens = int32([0]), int32(), int32()
+    for row in rows:
+        for block_id, length in row:
+            ids.append(block_id)
+            lens.append(length)
+        starts.append(len(ids))
+    return BlockTable(next(_versions), block_format, starts, ids, lens)
+
+
+@dataclass
+class Page:
+    """One page of a conversation.
+
+    positions: logical position of each token in slot order.
+    compacted: holds protected tokens that were moved out of staged pages; new turns never write here.
+    """
+
+    page_id: int
+    positions: array[int] = field(default_factory=int32)
+    state: State = State.ACTIVE
+    compacted: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+
+class ConversationKv:
+    """Pages, blocks and counts of one conversation.
+
+    pages: in table order; the last one is where new tokens go, unless it is full, compacted or not active.
+    committed_tokens: logical tokens that went through a commit; the budget is a share of them.
+    unprobed: [start, end) spans of logical positions that were staged and not yet re-read.
+    """
+
+    def __init__(self, policy: Policy, block_format: str, num_rows: int, page_tokens: int) -> None:
+        self.policy = policy
+        self.num_rows = num_rows
+        self.page_tokens = page_tokens
+        self.pages: list[Page] = []
+        self.blocks = make_block_table(block_format, [[] for _ in range(num_rows)])
+        self.ledger = Ledger()
+        self.num_tokens = 0
+        self.committed_tokens = 0
+        self.peak_bytes = 0
+        self.unprobed: list[tuple[int, int]] = []
+        self._protected = bytearray()
+        self._page_ids = int32()
+        self._page_lens = int32()
+
+    def protect(self, start: int, end: int) -> None:
+        """Marks logical positions [start, end), which may lie ahead."""
+        if end > len(self._protected):
+            self._protected.extend(bytes(end - len(self._protected)))
+        self._protected[start:end] = b"\x01" * (end - start)
+
+    def is_protected(self, position: int) -> bool:
+        return position < len(self._protected) and bool(self._protected[position])
+
+    def loose_positions(self, page: Page) -> list[int]:
+        """Positions in `page` that are not protected."""
+        return [p for p in page.positions if not self.is_protected(p)]
+
+    def staged_pages(self) -> Iterator[Page]:
+        return (page for page in self.pages if page.state is State.STAGED)
+
+    @property
+    def num_staged(self) -> int:
+        """Tokens waiting for a commit, protected ones not counted."""
+        return self.ledger[State.STAGED] // self.num_rows
+
+    @property
+    def tail_room(self) -> int:
+        """Free slots of the page that new tokens go to."""
+        if not self.pages:
+            return 0
+        tail = self.pages[-1]
+        if tail.state is not State.ACTIVE or tail.compacted:
+            return 0
+        return self.page_tokens - tail.num_tokens
+
+    def view(self, new_tokens: int, new_page_ids: Iterable[int], *, use_tail: bool = True) -> KvView:
+        """The cache as rows being run see it: `new_tokens` at the end of the tail page and of new pages."""
+        ids, lens = self._page_ids[:], self._page_lens[:]
+        if use_tail and self.tail_room:
+            in_tail = min(new_tokens, self.tail_room)
+            lens[-1] += in_tail
+            new_tokens -= in_tail
+        for page_id in new_page_ids:
+            ids.append(page_id)
+            lens.append(min(new_tokens, self.page_tokens))
+            new_tokens -= lens[-1]
+        assert new_tokens == 0, new_tokens
+        return KvView(ids, lens, self.blocks)
+
+    def append(self, num_tokens: int, new_page_ids: Iterable[int]) -> None:
+        """Records tokens that attention has written, in the order of `view`."""
+        positions = range(self.num_tokens, self.num_tokens + num_tokens)
+        in_tail = min(num_tokens, self.tail_room)
+        if in_tail:
+            self.pages[-1].positions.extend(positions[:in_tail])
+            self._page_lens[-1] += in_tail
+        done = in_tail
+        for page_id in new_page_ids:
+            page = Page(page_id, int32(positions[done : done + self.page_tokens]))
+            self.pages.append(page)
+            self._page_ids.append(page_id)
+            self._page_lens.append(page.num_tokens)
+            done += page.num_tokens
+        assert done == num_tokens, (done, num_tokens)
+        self.num_tokens += num_tokens
+        self.ledger.arrive(num_tokens * self.num_rows)
+
+    def set_pages(self, pages: list[Page]) -> None:
+        """Replaces the page list, after a commit or a rollback."""
+        self.pages = pages
+        self._page_ids = int32(page.page_id for page in pages)
+        self._page_lens = int32(page.num_tokens for page in pages)
+
+    def add_unprobed(self, start: int, end: int) -> None:
+        if self.unprobed and self.unprobed[-1][1] == start:
+            start = self.unprobed.pop()[0]
+        self.unprobed.append((start, end))
+
+    @property
+    def table_bytes(self) -> int:
+        """int32 rows that the device is given for this conversation."""
+        return 4 * (2 * len(self.pages) + 2 * self.blocks.num_blocks + len(self.blocks.starts))
