@@ -1,0 +1,141 @@
+"""Committed blocks as bytes: quantize and pack entries, and bring them back.
+
+Everything works on `raw` [n, block_bytes] uint8: an arena, or blocks gathered from one. Geometry comes from
+`plugins.layout.BlockLayout`. Scales and minima are rounded to fp16 *before* codes are computed from them, so
+that quantizing dequantized values again with the same range gives the same codes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from plugins.layout import CODE_BITS, BlockLayout
+
+VALUE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FP16_MAX = 65504.0
+
+
+def fp16_field(raw: torch.Tensor, offset: int, count: int) -> torch.Tensor:
+    """View [n, count] fp16 of the field that starts `offset` bytes into every block."""
+    return raw[:, offset : offset + 2 * count].view(torch.float16)
+
+
+def codes_field(raw: torch.Tensor, offset: int, layout: BlockLayout) -> torch.Tensor:
+    """View of K or V codes: [n, E, row_bytes] uint8 if quantized, else [n, E, D] of the values themselves."""
+    field = raw[:, offset : offset + layout.block_entries * layout.row_bytes]
+    if not layout.quantized:
+        field = field.view(VALUE_DTYPES[layout.format])
+    return field.unflatten(1, (layout.block_entries, -1))
+
+
+def unpack_codes(codes: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """[..., row_bytes] uint8 -> [..., D] fp32 whole numbers."""
+    if layout.format == "int8":
+        return codes.float()
+    half = layout.head_dim // 2
+    out = torch.empty((*codes.shape[:-1], layout.head_dim), dtype=torch.float32, device=codes.device)
+    out[..., :half] = codes & 15
+    out[..., half:] = codes >> 4
+    return out
+
+
+def pack_codes(codes: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """[..., D] whole numbers of any dtype -> [..., row_bytes] uint8."""
+    codes = codes.to(torch.uint8)
+    if layout.format == "int8":
+        return codes
+    half = layout.head_dim // 2
+    return codes[..., :half] | (codes[..., half:] << 4)
+
+
+def fp16_range(low: torch.Tensor, high: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scale and minimum, fp16, whose codes 0 .. 2^bits - 1 span [low, high]; scale 0 where the range is a point."""
+    minimum = low.clamp(-FP16_MAX, FP16_MAX).half()
+    levels = (1 << CODE_BITS[layout.format]) - 1
+    scale = ((high - minimum.float()) / levels).clamp(0.0, FP16_MAX).half()
+    return scale, minimum
+
+
+def to_codes(x: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """Nearest code of x fp32 under fp16 scale and minimum (broadcast): fp32 whole numbers 0 .. 2^bits - 1."""
+    levels = (1 << CODE_BITS[layout.format]) - 1
+    step = scale.float()
+    codes = (x - minimum.float()) / torch.where(step > 0, step, 1.0)
+    return torch.where(step > 0, codes, 0.0).round_().clamp_(0, levels)
+
+
+def read_keys(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """[n, block_bytes] -> keys [n, E, D] fp32. Unfilled entries hold garbage, NaN included."""
+    codes = codes_field(raw, layout.k_codes, layout)
+    if not layout.quantized:
+        return codes.float()
+    scale = fp16_field(raw, layout.k_scale, layout.head_dim).float()[:, None]
+    return unpack_codes(codes, layout).mul_(scale).add_(fp16_field(raw, layout.k_min, layout.head_dim).float()[:, None])
+
+
+def read_values(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """[n, block_bytes] -> values [n, E, D] fp32. Unfilled entries hold garbage, NaN included."""
+    codes = codes_field(raw, layout.v_codes, layout)
+    if not layout.quantized:
+        return codes.float()
+    scale = fp16_field(raw, layout.v_scale, layout.block_entries).float()[..., None]
+    return (
+        unpack_codes(codes, layout)
+        .mul_(scale)
+        .add_(fp16_field(raw, layout.v_min, layout.block_entries).float()[..., None])
+    )
+
+
+def read_bias(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """[n, block_bytes] -> biases [n, E] fp32. Unfilled entries hold garbage, NaN included."""
+    return fp16_field(raw, layout.bias, layout.block_entries).float()
+
+
+def encode(
+    keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, lens: torch.Tensor, layout: BlockLayout
+) -> torch.Tensor:
+    """Blocks of keys, values [n, E, D] fp32 and bias [n, E] fp32, of which the first lens[b] of block b are filled.
+
+    Returns [n, block_bytes] uint8; what is not filled is zero.
+    """
+    filled = torch.arange(layout.block_entries, device=keys.device)[None] < lens[:, None]
+    raw = torch.zeros((keys.shape[0], layout.block_bytes), dtype=torch.uint8, device=keys.device)
+    keys = torch.where(filled[..., None], keys, 0.0)
+    if layout.quantized:
+        low = torch.where(filled[..., None], keys, torch.inf).amin(dim=1)
+        high = torch.where(filled[..., None], keys, -torch.inf).amax(dim=1)
+        scale, minimum = fp16_range(low, high, layout)
+        codes = to_codes(keys, scale[:, None], minimum[:, None], layout)
+        codes_field(raw, layout.k_codes, layout).copy_(pack_codes(codes * filled[..., None], layout))
+        fp16_field(raw, layout.k_scale, layout.head_dim).copy_(scale)
+        fp16_field(raw, layout.k_min, layout.head_dim).copy_(minimum)
+    else:
+        codes_field(raw, layout.k_codes, layout).copy_(keys)
+    block, entry = filled.nonzero(as_tuple=True)
+    write_values(raw, (block, entry), values[block, entry], layout)
+    fp16_field(raw, layout.bias, layout.block_entries).copy_(torch.where(filled, bias, 0.0))
+    return raw
+
+
+def write_values(
+    raw: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor, layout: BlockLayout
+) -> None:
+    """Writes values [m, D] fp32 of entries where = (block index [m], entry in block [m]) in place.
+
+    A value's scale is its own, so its neighbours keep their bytes.
+    """
+    if not layout.quantized:
+        codes_field(raw, layout.v_codes, layout)[where] = values.to(VALUE_DTYPES[layout.format])
+        return
+    scale, minimum = fp16_range(values.amin(dim=1), values.amax(dim=1), layout)
+    codes = to_codes(values, scale[:, None], minimum[:, None], layout)
+    codes_field(raw, layout.v_codes, layout)[where] = pack_codes(codes, layout)
+    fp16_field(raw, layout.v_scale, layout.block_entries)[where] = scale
+    fp16_field(raw, layout.v_min, layout.block_entries)[where] = minimum
+
+
+def write_bias(
+    raw: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor, layout: BlockLayout
+) -> None:
+    """Writes bias [m] fp32 of entries where = (block index [m], entry in block [m]) in place."""
+    fp16_field(raw, layout.bias, layout.block_entries)[where] = bias.half()
