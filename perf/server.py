@@ -1,0 +1,319 @@
+"""Find, start, watch and stop a Triton server that serves `triton_model_repo/`.
+
+The server is the one inside the `nvidia-pytriton` wheel of the running Python, or an installed one
+(/opt/tritonserver, PATH). Everything a start needs lies in one temporary directory, removed at the end:
+links to the Python backend, and a model repository whose config.pbtxt carries the operator's parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from runtime.errors import CommitKVError, ConfigError
+
+REPO_ROOT = Path(__file__).resolve().parents[1]
+MODEL_NAME = "tensorrt_llm"
+KILL_AFTER_S = 10.0
+
+
+class ServerStartError(CommitKVError):
+    """The server could not be found, could not start, or did not become ready in time."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What one start needs. A port of 0 means: any free one.
+
+    parameters: model parameters of `tensorrt_llm` (see its config.pbtxt), as text.
+    grace_s: how long a stop lets running turns finish.
+    """
+
+    model_repository: Path = REPO_ROOT / "triton_model_repo"
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    http_port: int = 0
+    grpc_port: int = 0
+    metrics_port: int = 0
+    grace_s: float = 30.0
+    ready_timeout_s: float = 180.0
+    log_path: Path | None = None
+
+
+@dataclass(frozen=True)
+class TritonInstall:
+    """binary: tritonserver. wheel_root: site-packages that hold the wheel, or None for an installed server."""
+
+    binary: Path
+    wheel_root: Path | None
+
+
+def find_triton() -> TritonInstall:
+    """The wheel's server first, then /opt/tritonserver, then PATH. Raises ServerStartError."""
+    spec = importlib.util.find_spec("pytriton")
+    if spec is not None and spec.submodule_search_locations:
+        package = Path(next(iter(spec.submodule_search_locations)))
+        binary = package / "tritonserver" / "bin" / "tritonserver"
+        if binary.is_file():
+            return TritonInstall(binary, package.parent)
+    installed = Path("/opt/tritonserver/bin/tritonserver")
+    found = str(installed) if installed.is_file() else shutil.which("tritonserver")
+    if found:
+        return TritonInstall(Path(found), None)
+    raise ServerStartError(
+        "Triton server: found neither the nvidia-pytriton wheel in this Python nor /opt/tritonserver nor a "
+        "tritonserver on PATH; run `make setup`, or `pip install --no-deps nvidia-pytriton==0.7.0`"
+    )
+
+
+def check_numpy() -> None:
+    """The wheel's Python stub hands over empty tensors with numpy 2 and dies. Raises ServerStartError."""
+    import numpy
+
+    if int(numpy.__version__.split(".")[0]) >= 2:
+        raise ServerStartError(
+            f"numpy: got {numpy.__version__}, expected a version under 2 (Triton's Python stub breaks with 2); "
+            "run `pip install 'numpy<2'`"
+        )
+
+
+def check_port(name: str, host: str, port: int) -> None:
+    """Raises ConfigError when nobody can listen on `port`, before anything is started."""
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"{name}: got {port}, expected 0 (any free port) to 65535; pass another number")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{name}: cannot listen on {host}:{port} ({error.strerror}); stop the program that holds the port, "
+                "or pass another one (0 picks a free one)"
+            ) from error
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """`count` different free ports; all are held until the last is known."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
+        for one in sockets:
+            one.bind((host, 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+def choose_ports(options: ServerOptions) -> dict[str, int]:
+    """{"http", "grpc", "metrics"}: the given ports, checked, or free ones. Raises ConfigError."""
+    wanted = {"http": options.http_port, "grpc": options.grpc_port, "metrics": options.metrics_port}
+    given = [port for port in wanted.values() if port]
+    if len(set(given)) != len(given):
+        raise ConfigError(f"ports: got {wanted}, expected three different ones; change one or pass 0")
+    for name, port in wanted.items():
+        check_port(f"{name} port", options.host, port)
+    spare = iter([p for p in free_ports(options.host, 6) if p not in given])
+    return {name: port or next(spare) for name, port in wanted.items()}
+
+
+def link_backend(install: TritonInstall, into: Path) -> Path:
+    """Backend directory with links to the Python backend and the stub of the running Python."""
+    assert install.wheel_root is not None
+    server = install.wheel_root / "pytriton" / "tritonserver"
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = server / "python_backend_stubs" / version / "triton_python_backend_stub"
+    if not stub.is_file():
+        raise ServerStartError(f"Triton's Python stub: none for Python {version} in the wheel; use Python 3.11 or 3.12")
+    python = into / "backends" / "python"
+    python.mkdir(parents=True)
+    for source in (*(server / "backends" / "python").iterdir(), stub):
+        if source.is_file():
+            (python / source.name).symlink_to(source)
+    return python.parent
+
+
+def write_repository(options: ServerOptions, into: Path) -> Path:
+    """A copy of the model repository: code is linked, config.pbtxt carries the parameters."""
+    repository = into / "models"
+    for model in sorted(p for p in options.model_repository.iterdir() if (p / "config.pbtxt").is_file()):
+        target = repository / model.name
+        target.mkdir(parents=True)
+        text = (model / "config.pbtxt").read_text(encoding="utf-8")
+        if model.name == MODEL_NAME:
+            text += "".join(_parameter(key, value) for key, value in options.parameters.items())
+        (target / "config.pbtxt").write_text(text, encoding="utf-8")
+        for version in (p for p in model.iterdir() if p.is_dir()):
+            (target / version.name).symlink_to(version)
+    if not repository.is_dir():
+        raise ConfigError(
+            f"model repository: {options.model_repository} holds no model (directory with a config.pbtxt); "
+            "pass the repository's triton_model_repo/"
+        )
+    return repository
+
+
+def _parameter(key: str, value: str) -> str:
+    quoted = "".join(f"\\{byte:03o}" if byte < 32 or byte in b'"\\' or byte > 126 else chr(byte) for byte in value.encode())
+    return f'parameters {{ key: "{key}" value {{ string_value: "{quoted}" }} }}\n'
+
+
+def server_environment(install: TritonInstall) -> dict[str, str]:
+    """The stub must load the running Python's own libpython, and find its packages by PATH."""
+    environment = dict(os.environ)
+    environment.pop("LD_PRELOAD", None)
+    environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment.get("PATH", "")])
+    if install.wheel_root is not None:
+        libraries = [str(sysconfig.get_config_var("LIBDIR")), str(install.wheel_root / "nvidia_pytriton.libs")]
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(libraries)
+    return environment
+
+
+class TritonServer:
+    """One running server; use as a context manager. Raises ServerStartError or ConfigError from `start`."""
+
+    def __init__(self, options: ServerOptions) -> None:
+        self.options = options
+        self.ports: dict[str, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+        self._directory: Path | None = None
+        self._prefix = ""
+        self._log: Path | None = None
+
+    @property
+    def http_url(self) -> str:
+        return f"{self.options.host}:{self.ports['http']}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self.options.host}:{self.ports['grpc']}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"{self.options.host}:{self.ports['metrics']}"
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while the server runs."""
+        return None if self._process is None else self._process.poll()
+
+    def start(self) -> Self:
+        install = find_triton()
+        check_numpy()
+        self.ports = choose_ports(self.options)
+        self._directory = Path(tempfile.mkdtemp(prefix="commitkv-triton-"))
+        self._prefix = f"commitkv_{os.getpid()}_{self.ports['grpc']}_"
+        self._log = self.options.log_path or self._directory / "server.log"
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            command = self._command(install, self._directory)
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, env=server_environment(install), start_new_session=True
+                )
+            self._wait_ready()
+        except BaseException:
+            self.stop(grace_s=0.0)
+            raise
+        return self
+
+    def _command(self, install: TritonInstall, directory: Path) -> list[str]:
+        options = self.options
+        command = [str(install.binary), f"--model-repository={write_repository(options, directory)}"]
+        if install.wheel_root is not None:
+            command.append(f"--backend-directory={link_backend(install, directory)}")
+        for kind in ("http", "grpc", "metrics"):
+            command += [f"--{kind}-address={options.host}", f"--{kind}-port={self.ports[kind]}"]
+        return [
+            *command,
+            f"--exit-timeout-secs={max(1, round(options.grace_s))}",
+            f"--backend-config=python,shm-region-prefix-name={self._prefix}",
+            f"--backend-config=python,stub-timeout-seconds={max(30, round(options.ready_timeout_s))}",
+            "--disable-auto-complete-config",
+            "--log-verbose=0",
+        ]
+
+    def _wait_ready(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + self.options.ready_timeout_s
+        url = f"http://{self.http_url}/v2/models/{MODEL_NAME}/ready"
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise ServerStartError(
+                    f"Triton server: ended with code {self._process.returncode} before it was ready:\n{self.log_excerpt()}"
+                )
+            if _answers(url):
+                return
+            time.sleep(0.1)
+        raise ServerStartError(
+            f"Triton server: not ready after {self.options.ready_timeout_s:g} s; raise the time-out or look at its log.\n"
+            f"{self.log_excerpt()}"
+        )
+
+    def log_excerpt(self, num_lines: int = 25) -> str:
+        """Why the model did not load, if the log says so; else its end, without tables and GPU complaints."""
+        if self._log is None or not self._log.is_file():
+            return ""
+        text = self._log.read_text(encoding="utf-8", errors="replace")
+        reasons = re.findall(r"failed to load '\w+' version \d+: \w+: (.+)", text)
+        if reasons:
+            return "\n".join(reason.split("\\n\\nAt:")[0].rstrip('"').replace("\\n", "\n") for reason in reasons)
+        harmless = re.compile(r"^[+|]|CUDA|Cuda|pinned memory|DCGM|NVML|^$")
+        kept = [line for line in text.splitlines() if not harmless.search(line)]
+        return "\n".join(kept[-num_lines:])
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The server's exit code, or None when it still runs after `timeout_s`."""
+        assert self._process is not None
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def stop(self, grace_s: float | None = None) -> None:
+        """SIGTERM lets running turns finish within the grace period; then SIGKILL to the whole process group."""
+        grace = self.options.grace_s if grace_s is None else grace_s
+        if self._process is not None:
+            if self._process.poll() is None:
+                self._process.send_signal(signal.SIGTERM)
+                self.wait(grace + KILL_AFTER_S if grace else 2.0)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        for region in Path("/dev/shm").glob(f"{self._prefix}*") if self._prefix else ():
+            region.unlink(missing_ok=True)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.stop()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:
+            return bool(reply.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

@@ -1,0 +1,219 @@
+"""The turns in flight: from a server's requests to the engine loop, and from its events to responses.
+
+Threads: the server's thread calls `handle`; the engine loop's thread only puts events on a queue, so that sending
+never holds up a step; one thread sends; one asks, a few times a second, which clients have gone away.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from runtime.errors import (
+    CommitKVError,
+    ConversationBusyError,
+    OutOfMemoryError,
+    RequestError,
+    ServerStoppingError,
+    UnknownConversationError,
+)
+from runtime.request import ErrorEvent, Event, FinishEvent, KvStats, Request, TextEvent
+from runtime.serving.contract import (
+    EndCall,
+    InputTensor,
+    OutputTensor,
+    StatsCall,
+    StopCall,
+    TurnCall,
+    empty_outputs,
+    finish_outputs,
+    parse_call,
+    stats_outputs,
+    text_outputs,
+)
+
+ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "ALREADY_EXISTS", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
+CANCEL_POLL_S = 0.05
+
+_CODES: tuple[tuple[type[CommitKVError], ErrorCode], ...] = (
+    (UnknownConversationError, "NOT_FOUND"),
+    (ConversationBusyError, "ALREADY_EXISTS"),
+    (RequestError, "INVALID_ARG"),
+    (OutOfMemoryError, "UNAVAILABLE"),
+    (ServerStoppingError, "UNAVAILABLE"),
+)
+
+
+class Sink(Protocol):
+    """Where one request's responses go. `final` (and `fail`) complete the request; nothing may follow."""
+
+    def send(self, outputs: tuple[OutputTensor, ...], final: bool) -> None: ...
+
+    def fail(self, code: ErrorCode, message: str) -> None: ...
+
+    def is_cancelled(self) -> bool: ...
+
+
+class Loop(Protocol):
+    """The part of `runtime.loop.EngineLoop` that serving needs."""
+
+    def submit(self, request: Request, on_event: Callable[[Event], None]) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def end_conversation(self, conversation_id: str) -> None: ...
+
+    def stats(self) -> Any: ...
+
+    def kv_stats(self, conversation_id: str) -> KvStats: ...
+
+    def close(self, grace_s: float) -> None: ...
+
+
+def error_code(error: Exception) -> ErrorCode:
+    """The server's code for one of our errors."""
+    return next((code for kind, code in _CODES if isinstance(error, kind)), "INTERNAL")
+
+
+def process_stats() -> dict[str, int]:
+    """Resident memory of this process now and at its peak, in bytes, from the kernel's own account."""
+    fields = {"VmRSS": "rss_bytes", "VmHWM": "peak_rss_bytes"}
+    lines = (line.split() for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines())
+    return {fields[words[0][:-1]]: int(words[1]) * 1024 for words in lines if words[0][:-1] in fields}
+
+
+@dataclass
+class _Turn:
+    call: TurnCall
+    client_id: str
+    sink: Sink
+    pieces: list[str] = field(default_factory=list)
+    client_gone: bool = False
+
+
+class Turns:
+    """Owns every request from `handle` to its final response."""
+
+    def __init__(self, loop: Loop, default_policy: str | None = None, log: Callable[[str], None] = print) -> None:
+        self._loop = loop
+        self._default_policy = default_policy
+        self._log = log
+        self._numbers = itertools.count(1)
+        self._turns: dict[str, _Turn] = {}
+        self._lock = threading.Lock()
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._sender = threading.Thread(target=self._send_all, name="commitkv-send", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="commitkv-cancel", daemon=True)
+        self._sender.start()
+        self._watcher.start()
+
+    def handle(self, tensors: Sequence[InputTensor], client_id: str, sink: Sink) -> None:
+        """Take one request; its responses, or its one error, go to `sink`. Never raises for bad input."""
+        try:
+            call = parse_call(tensors, client_id, f"{client_id or 'turn'}#{next(self._numbers)}", self._default_policy)
+            if isinstance(call, TurnCall):
+                self._start(call, client_id, sink)
+            elif isinstance(call, StopCall):
+                self._stop(call.client_id)
+                sink.send(empty_outputs(), True)
+            elif isinstance(call, EndCall):
+                self._loop.end_conversation(call.conversation_id)
+                sink.send(empty_outputs(), True)
+            else:
+                sink.send(self._stats(call), True)
+        except CommitKVError as error:
+            sink.fail(error_code(error), str(error))
+
+    def _start(self, call: TurnCall, client_id: str, sink: Sink) -> None:
+        engine_id = call.request.request_id
+        turn = _Turn(call, client_id, sink)
+        if not call.request.exclude_input_from_output:
+            turn.pieces.append(call.request.text)
+        with self._lock:
+            self._turns[engine_id] = turn
+        try:
+            self._loop.submit(call.request, self._events.put)
+        except BaseException:
+            with self._lock:
+                del self._turns[engine_id]
+            raise
+
+    def _stop(self, client_id: str) -> None:
+        with self._lock:
+            engine_ids = [key for key, turn in self._turns.items() if turn.client_id == client_id]
+        if not engine_ids:
+            raise UnknownConversationError(
+                f"stop: no request with id {client_id!r} is running, expected the id of one that is; it may have finished"
+            )
+        for engine_id in engine_ids:
+            self._loop.cancel(engine_id)
+
+    def _stats(self, call: StatsCall) -> tuple[OutputTensor, ...]:
+        kv = None if call.conversation_id is None else self._loop.kv_stats(call.conversation_id)
+        return stats_outputs(kv, self._engine_stats())
+
+    def _engine_stats(self) -> Mapping[str, object]:
+        stats = self._loop.stats()
+        assert is_dataclass(stats) and not isinstance(stats, type)
+        return {"engine": asdict(stats), "process": process_stats()}
+
+    def _send_all(self) -> None:
+        while (event := self._events.get()) is not None:
+            with self._lock:
+                turn = self._turns.get(event.request_id)
+            if turn is None:
+                continue
+            try:
+                self._send(turn, event)
+            except Exception as error:  # the connection, not us: the turn must not live on unread
+                self._log(f"request {event.request_id}: response not sent ({error}); its turn is cancelled")
+                self._forget(event.request_id)
+                self._loop.cancel(event.request_id)
+
+    def _send(self, turn: _Turn, event: Event) -> None:
+        choice = turn.call.choice
+        if isinstance(event, TextEvent):
+            turn.pieces.append(event.text)
+            if choice.streaming and not turn.client_gone:
+                text = "".join(turn.pieces)
+                turn.pieces.clear()
+                turn.sink.send(text_outputs(text, event.cumulative_logprob, choice), False)
+            return
+        self._forget(event.request_id)
+        if isinstance(event, ErrorEvent):
+            turn.sink.fail(error_code(event.error), str(event.error))
+        elif turn.client_gone:
+            turn.sink.fail("CANCELLED", "request cancelled by the client")
+        else:
+            stats = self._engine_stats() if choice.perf_metrics else {}
+            turn.sink.send(finish_outputs("".join(turn.pieces), event, choice, stats), True)
+
+    def _forget(self, engine_id: str) -> None:
+        with self._lock:
+            self._turns.pop(engine_id, None)
+
+    def _watch(self) -> None:
+        while not self._closing.wait(CANCEL_POLL_S):
+            with self._lock:
+                waiting = [(key, turn) for key, turn in self._turns.items() if not turn.client_gone]
+            for engine_id, turn in waiting:
+                if turn.sink.is_cancelled():
+                    turn.client_gone = True
+                    self._loop.cancel(engine_id)
+
+    def close(self, grace_s: float) -> None:
+        """Running turns get `grace_s` to finish, then they are cancelled; every request is answered."""
+        self._loop.close(grace_s)
+        self._events.put(None)
+        self._sender.join()
+        self._closing.set()
+        self._watcher.join()
+        for turn in self._turns.values():
+            turn.sink.fail("UNAVAILABLE", "the server stopped before this turn ended; ask again later")
+        self._turns.clear()

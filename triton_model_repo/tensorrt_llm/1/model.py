@@ -1,0 +1,120 @@
+"""Triton's side of the model `tensorrt_llm`: converts tensors, hands requests to `runtime.serving`, nothing else."""
+
+import json
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+REPO_ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(REPO_ROOT))
+
+from runtime.config import RuntimeConfig  # noqa: E402
+from runtime.errors import CommitKVError, ConfigError  # noqa: E402
+from runtime.loop import EngineLoop  # noqa: E402
+from runtime.serving.contract import INPUTS, InputTensor  # noqa: E402
+from runtime.serving.turns import Turns  # noqa: E402
+from runtime.wiring import load_engine  # noqa: E402
+
+DTYPE_NAMES = {
+    np.dtype(np.bool_): "BOOL",
+    np.dtype(np.int32): "INT32",
+    np.dtype(np.int64): "INT64",
+    np.dtype(np.uint64): "UINT64",
+    np.dtype(np.float32): "FP32",
+    np.dtype(np.object_): "STRING",
+}
+NUMPY_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+OWN_PARAMETERS = ("engine_dir", "default_policy", "grace_s")
+
+
+class TritonPythonModel:
+    """One engine, one instance. Model parameters: see config.pbtxt."""
+
+    def initialize(self, args):
+        config = json.loads(args["model_config"])
+        parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
+        try:
+            self._grace_s = float(parameters.get("grace_s", "30"))
+            engine_dir = _path(parameters.get("engine_dir")) or REPO_ROOT / "engines" / "smollm2-135m"
+            engine = load_engine(engine_dir, _runtime_config(parameters))
+            log = pb_utils.Logger.log_warn
+            self._turns = Turns(EngineLoop(engine), parameters.get("default_policy") or None, log)
+        except CommitKVError as error:
+            raise pb_utils.TritonModelException(_printable(str(error))) from None
+
+    def execute(self, requests):
+        for request in requests:
+            sink = _Sink(request)
+            try:
+                self._turns.handle(_tensors(request), request.request_id(), sink)
+            except Exception as error:
+                pb_utils.Logger.log_error(f"request {request.request_id()!r}: {type(error).__name__}: {error}")
+                sink.fail("INTERNAL", f"internal error: {type(error).__name__}: {error}")
+
+    def finalize(self):
+        if hasattr(self, "_turns"):
+            self._turns.close(self._grace_s)
+
+
+def _path(text):
+    """The stub runs Python isolated, with ASCII file names: other bytes travel as surrogates."""
+    return Path(os.fsdecode(text.encode("utf-8"))) if text else None
+
+
+def _printable(text):
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
+def _runtime_config(parameters):
+    """RuntimeConfig from the model parameters of the same names. Raises ConfigError."""
+    kinds = {field.name: type(field.default) for field in fields(RuntimeConfig)}
+    values = {}
+    for key, text in parameters.items():
+        if key in OWN_PARAMETERS:
+            continue
+        if key not in kinds:
+            known = ", ".join((*OWN_PARAMETERS, *kinds))
+            raise ConfigError(f"model parameter {key}: unknown, expected one of {known}; correct config.pbtxt")
+        try:
+            values[key] = kinds[key](text)
+        except ValueError:
+            raise ConfigError(f"model parameter {key}: got {text!r}, expected a number; correct config.pbtxt") from None
+    return RuntimeConfig(**values)
+
+
+def _tensors(request):
+    found = ((name, pb_utils.get_input_tensor_by_name(request, name)) for name in INPUTS)
+    return [_tensor(name, tensor.as_numpy()) for name, tensor in found if tensor is not None]
+
+
+def _tensor(name, array):
+    dtype = DTYPE_NAMES.get(array.dtype, str(array.dtype))
+    return InputTensor(name, dtype, tuple(array.shape), array.reshape(-1).tolist())
+
+
+class _Sink:
+    """The response side of one request (`runtime.serving.turns.Sink`)."""
+
+    def __init__(self, request):
+        self._sender = request.get_response_sender()
+
+    def send(self, outputs, final):
+        tensors = [pb_utils.Tensor(o.name, np.array(o.values, dtype=NUMPY_DTYPES[o.dtype])) for o in outputs]
+        self._sender.send(
+            pb_utils.InferenceResponse(output_tensors=tensors),
+            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0,
+        )
+
+    def fail(self, code, message):
+        error = pb_utils.TritonError(_printable(message), getattr(pb_utils.TritonError, code))
+        self._sender.send(
+            pb_utils.InferenceResponse(output_tensors=[], error=error),
+            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+        )
+
+    def is_cancelled(self):
+        return self._sender.is_cancelled()
