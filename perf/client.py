@@ -1,0 +1,294 @@
+"""A small typed client of the model `tensorrt_llm`: one conversation over gRPC streaming.
+
+One bidirectional stream per turn: a stream left open after its last answer would hold up a server that stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
+
+from perf.server import MODEL_NAME
+from runtime.errors import CommitKVError
+
+_NUMPY: Mapping[str, Any] = {
+    "BYTES": np.object_,
+    "BOOL": np.bool_,
+    "INT32": np.int32,
+    "UINT64": np.uint64,
+    "FP32": np.float32,
+}
+_DTYPES: Mapping[str, str] = {
+    "text_input": "BYTES",
+    "streaming": "BOOL",
+    "sampling_param_max_tokens": "INT32",
+    "sampling_param_temperature": "FP32",
+    "sampling_param_top_k": "INT32",
+    "sampling_param_top_p": "FP32",
+    "sampling_param_stop": "BYTES",
+    "sampling_param_seed": "UINT64",
+    "sampling_param_frequency_penalty": "FP32",
+    "sampling_param_presence_penalty": "FP32",
+    "sampling_param_return_perf_metrics": "BOOL",
+    "return_finish_reason": "BOOL",
+    "return_stop_reason": "BOOL",
+    "return_cumulative_logprob": "BOOL",
+    "stop": "BOOL",
+    "conversation_id": "BYTES",
+    "conversation_end": "BOOL",
+    "system_prompt": "BYTES",
+    "protect": "INT32",
+    "kv_policy": "BYTES",
+    "stats": "BOOL",
+}
+
+
+class TurnError(CommitKVError):
+    """The server answered a turn with an error; the message is the server's."""
+
+
+class ServerUnreachableError(CommitKVError):
+    """Nobody answers at the address."""
+
+
+@dataclass(frozen=True)
+class KvState:
+    """What one conversation holds, in token equivalents and bytes."""
+
+    kv_bytes: int
+    kv_full_bytes: int
+    active: int
+    staged: int
+    committed: int
+    evicted: int
+
+    @property
+    def share(self) -> float:
+        """kv_bytes as a share of the full cache's."""
+        return self.kv_bytes / self.kv_full_bytes if self.kv_full_bytes else 1.0
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """piece_times_s: arrival of each piece of text, seconds after the turn was sent.
+
+    stats: {"engine", "process", "turn"} as the server's `engine_stats` reports them.
+    """
+
+    text: str
+    pieces: tuple[str, ...]
+    piece_times_s: tuple[float, ...]
+    finish_reason: str
+    stop_reason: str
+    kv: KvState
+    stats: Mapping[str, Any]
+    total_s: float
+    cumulative_logprob: float | None = None
+
+    @property
+    def generated_tokens(self) -> int:
+        return int(self.stats["turn"]["generated_tokens"])
+
+    @property
+    def decode_ms(self) -> float:
+        """Server time from the first token of the answer to its last."""
+        return float(self.stats["turn"]["last_token_ns"] - self.stats["turn"]["first_token_ns"]) / 1e6
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Decode time per token; None for an answer of one token."""
+        return self.decode_ms / (self.generated_tokens - 1) if self.generated_tokens > 1 else None
+
+
+@dataclass(frozen=True)
+class TurnOptions:
+    """Greedy by default."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    protect: tuple[tuple[int, int], ...] = ()
+    end: bool = False
+    logprob: bool = False
+    timeout_s: float = 600.0
+
+
+def tensor(name: str, values: Any, dtype: str | None = None) -> grpcclient.InferInput:
+    """One input tensor of the contract; text becomes UTF-8 bytes, a single value gets shape [1]."""
+    dtype = dtype or _DTYPES[name]
+    rows = [values] if isinstance(values, str | bytes | bool | int | float) else list(values)
+    if dtype == "BYTES":
+        rows = [row.encode("utf-8") if isinstance(row, str) else row for row in rows]
+    array = np.array(rows, dtype=_NUMPY[dtype])
+    made = grpcclient.InferInput(name, list(array.shape), dtype)
+    made.set_data_from_numpy(array)
+    return made
+
+
+def infer(
+    url: str,
+    inputs: Sequence[grpcclient.InferInput],
+    request_id: str = "",
+    timeout_s: float = 600.0,
+    on_response: Callable[[Any], None] | None = None,
+) -> list[Any]:
+    """All responses of one request over a stream of its own.
+
+    Leaving by an exception (Ctrl-C, or one from `on_response`) cancels the request on the server.
+    Raises TurnError with the server's text, or ServerUnreachableError.
+    """
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    responses: list[Any] = []
+    done = False
+    client = grpcclient.InferenceServerClient(url)
+    try:
+        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.async_stream_infer(MODEL_NAME, list(inputs), request_id=request_id)
+        deadline = time.monotonic() + timeout_s
+        while not done:
+            try:
+                result, error = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise TurnError(f"turn: no answer within {timeout_s:g} s; it was cancelled, ask for less") from None
+            if error is not None:
+                done = True
+                raise _client_error(url, error)
+            responses.append(result)
+            if on_response is not None:
+                on_response(result)
+            done = bool(result.get_response().parameters["triton_final_response"].bool_param)
+    finally:
+        with contextlib.suppress(Exception):
+            client.stop_stream(cancel_requests=not done)
+        client.close()
+    return responses
+
+
+def _client_error(url: str, error: InferenceServerException) -> CommitKVError:
+    status, message = str(error.status() or ""), str(error.message())
+    if "UNAVAILABLE" in status and ("connect" in message.lower() or "socket" in message.lower()):
+        return ServerUnreachableError(f"server: nobody answers at {url}; start one with `make serve` or pass --url")
+    return TurnError(message)
+
+
+@dataclass
+class Chat:
+    """One conversation on the server at `url` (host:port of its gRPC endpoint)."""
+
+    url: str
+    conversation_id: str
+    policy: str | None = None
+    system_prompt: str | None = None
+    _turns: int = field(default=0, init=False)
+
+    def turn(
+        self, text: str, options: TurnOptions | None = None, on_text: Callable[[str], None] | None = None
+    ) -> TurnResult:
+        """Run one turn; `on_text` sees each piece as it arrives. Raises TurnError, ServerUnreachableError."""
+        options = options or TurnOptions()
+        pieces: list[str] = []
+        times: list[float] = []
+        begin = time.monotonic()
+
+        def on_response(result: Any) -> None:
+            piece = _text(result, "text_output")
+            if piece:
+                pieces.append(piece)
+                times.append(time.monotonic() - begin)
+                if on_text is not None:
+                    on_text(piece)
+
+        inputs = self._inputs(text, options)
+        last = infer(self.url, inputs, f"{self.conversation_id}/{self._turns}", options.timeout_s, on_response)[-1]
+        self._turns += 1
+        return TurnResult(
+            text="".join(pieces),
+            pieces=tuple(pieces),
+            piece_times_s=tuple(times),
+            finish_reason=_text(last, "finish_reason"),
+            stop_reason=_text(last, "stop_reason"),
+            kv=_kv(last),
+            stats=json.loads(_text(last, "engine_stats")),
+            total_s=time.monotonic() - begin,
+            cumulative_logprob=float(last.as_numpy("cumulative_logprob")[0]) if options.logprob else None,
+        )
+
+    def _inputs(self, text: str, options: TurnOptions) -> list[grpcclient.InferInput]:
+        values: dict[str, Any] = {
+            "text_input": text,
+            "conversation_id": self.conversation_id,
+            "streaming": True,
+            "return_finish_reason": True,
+            "return_stop_reason": True,
+            "sampling_param_return_perf_metrics": True,
+            "sampling_param_max_tokens": options.max_tokens,
+            "sampling_param_temperature": options.temperature,
+            "sampling_param_top_k": options.top_k,
+            "sampling_param_top_p": options.top_p,
+        }
+        if self._turns == 0 and self.policy:
+            values["kv_policy"] = self.policy
+        if self._turns == 0 and self.system_prompt:
+            values["system_prompt"] = self.system_prompt
+        optional = {
+            "sampling_param_stop": options.stop,
+            "protect": options.protect,
+            "conversation_end": options.end,
+            "return_cumulative_logprob": options.logprob,
+        }
+        values |= {name: value for name, value in optional.items() if value}
+        if options.seed is not None:
+            values["sampling_param_seed"] = options.seed
+        return [tensor(name, value) for name, value in values.items()]
+
+    def state(self) -> tuple[KvState, Mapping[str, Any]]:
+        """The conversation's KV now, and the server's {"engine", "process", "conversation"} report."""
+        [answer] = infer(self.url, [tensor("stats", True), tensor("conversation_id", self.conversation_id)])
+        return _kv(answer), json.loads(_text(answer, "engine_stats"))
+
+    def wait_idle(self, timeout_s: float, poll_s: float = 0.1) -> float:
+        """Wait until the engine has no work left (probes and commits included); returns the seconds it took."""
+        begin = time.monotonic()
+        while time.monotonic() - begin < timeout_s and not engine_stats(self.url)["engine"]["idle"]:
+            time.sleep(poll_s)
+        return time.monotonic() - begin
+
+    def end(self) -> None:
+        """Free the conversation on the server; the next turn starts a new one."""
+        infer(self.url, [tensor("conversation_end", True), tensor("conversation_id", self.conversation_id)])
+        self._turns = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(CommitKVError):
+            self.end()
+
+
+def engine_stats(url: str) -> Mapping[str, Any]:
+    """The server's {"engine", "process"} report."""
+    [answer] = infer(url, [tensor("stats", True)])
+    return dict(json.loads(_text(answer, "engine_stats")))
+
+
+def _text(result: Any, name: str) -> str:
+    array = result.as_numpy(name)
+    return "" if array is None or not array.size else str(array.reshape(-1)[0].decode("utf-8"))
+
+
+def _kv(result: Any) -> KvState:
+    states = [int(x) for x in result.as_numpy("kv_state_tokens")]
+    return KvState(int(result.as_numpy("kv_bytes")[0]), int(result.as_numpy("kv_full_bytes")[0]), *states)
