@@ -1,0 +1,64 @@
+# CommitKV. Every target sets up what it needs; `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+# A package index to look in as well. For the small CPU build of torch where pip would choose the CUDA one:
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?=
+ENGINE := engines/smollm2-135m
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo chat serve test lint bench gpu clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+setup: $(STAMP)  ## virtual environment with pinned packages (PYTHON=python3.12 to choose one)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(v not in ((3, 11), (3, 12)) and \
+	  "setup: got Python %d.%d, expected 3.11 or 3.12; run make PYTHON=python3.12" % v)'
+	@echo "setup 1/3: virtual environment in $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setup 2/3: packages of pyproject.toml at the versions of constraints.txt (about 1 GB with the CPU torch)"
+	@$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check -q -c constraints.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[serve,perf,dev]'
+	@echo "setup 3/3: Triton Inference Server 2.51 (wheel nvidia-pytriton, 55 MB, without its Python dependencies)"
+	@$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check -q --no-deps nvidia-pytriton==0.7.0
+	@touch $@
+
+$(ENGINE)/manifest.json: $(STAMP)
+	$(BIN)/python builder/build.py
+
+demo: $(STAMP)  ## build, serve, hold the demo conversation under full and commitkv, report in out/demo
+	$(BIN)/python builder/build.py
+	$(BIN)/python -m perf.demo
+
+chat: $(ENGINE)/manifest.json  ## talk to the model in the terminal (starts a server of its own)
+	@$(BIN)/python -m perf.chat --serve
+
+serve: $(ENGINE)/manifest.json  ## run the server on ports 8000-8002 until Ctrl-C
+	@$(BIN)/python -m perf.serve
+
+test: $(STAMP)  ## the whole test suite
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## ruff, mypy, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(ENGINE)/manifest.json  ## attention micro-benchmark, then eight conversations at once
+	$(BIN)/python -m perf.bench_attend
+	$(BIN)/python -m perf.many
+
+gpu:  ## checks that need an NVIDIA GPU
+	@if command -v nvidia-smi >/dev/null 2>&1; \
+	  then echo "gpu: there is no GPU engine yet; builder/build.py --target cpu is what runs"; \
+	  else echo "gpu: no NVIDIA GPU found (nvidia-smi is not on PATH), and there is no GPU engine yet"; fi; exit 2
+
+clean:  ## remove what the targets made, except the virtual environment
+	rm -rf engines out .pytest_cache .mypy_cache .ruff_cache .hypothesis

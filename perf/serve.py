@@ -1,0 +1,102 @@
+"""`python -m perf.serve`: run a Triton server with an engine in the foreground until Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from perf.server import REPO_ROOT, ServerOptions, TritonServer
+from runtime.errors import CommitKVError, ConfigError
+
+DEFAULT_ENGINE = REPO_ROOT / "engines" / "smollm2-135m"
+DEFAULT_KV_MIB = 1024
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments every command that starts a server shares."""
+    parser.add_argument("--engine", type=Path, default=DEFAULT_ENGINE, help="engine directory (%(default)s)")
+    parser.add_argument("--kv-mib", type=int, default=DEFAULT_KV_MIB, help="KV memory in MiB (%(default)s)")
+    parser.add_argument("--threads", type=int, default=0, help="threads of the model, 0: all cores (%(default)s)")
+
+
+def server_options(
+    engine: Path, kv_mib: int, threads: int = 0, policy: str | None = None, log_path: Path | None = None
+) -> ServerOptions:
+    """Options with the model parameters of an engine. Raises ConfigError for an engine that is not there."""
+    if not engine.is_dir():
+        raise ConfigError(
+            f"--engine: no directory {engine}, expected one written by the builder; run `python builder/build.py` first"
+        )
+    if kv_mib < 1:
+        raise ConfigError(f"--kv-mib: got {kv_mib}, expected at least 1; pass the MiB that KV caches may take")
+    if threads < 0:
+        raise ConfigError(f"--threads: got {threads}, expected 0 (all cores) or more; pass a number of threads")
+    parameters = {
+        "engine_dir": str(engine.resolve()),
+        "kv_memory_bytes": str(kv_mib << 20),
+        "num_threads": str(threads),
+    }
+    if policy:
+        parameters["default_policy"] = policy
+    return ServerOptions(parameters=parameters, log_path=log_path)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m perf.serve", description=__doc__)
+    add_engine_arguments(parser)
+    parser.add_argument("--policy", help="policy of conversations that name none (the engine's own)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
+    parser.add_argument("--http-port", type=int, default=8000, help="0: any free one (%(default)s)")
+    parser.add_argument("--grpc-port", type=int, default=8001, help="0: any free one (%(default)s)")
+    parser.add_argument("--metrics-port", type=int, default=8002, help="0: any free one (%(default)s)")
+    parser.add_argument("--grace-s", type=float, default=30.0, help="time for running turns at a stop (%(default)s)")
+    parser.add_argument("--log", type=Path, default=REPO_ROOT / "out" / "serve" / "server.log", help="(%(default)s)")
+    return parser
+
+
+def _options(args: argparse.Namespace) -> ServerOptions:
+    base = server_options(args.engine, args.kv_mib, args.threads, args.policy, args.log)
+    if args.grace_s < 0:
+        raise ConfigError(f"--grace-s: got {args.grace_s}, expected 0 or more seconds; pass another number")
+    return ServerOptions(
+        parameters={**base.parameters, "grace_s": str(args.grace_s)},
+        host=args.host,
+        http_port=args.http_port,
+        grpc_port=args.grpc_port,
+        metrics_port=args.metrics_port,
+        grace_s=args.grace_s,
+        log_path=args.log,
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    stopping = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    try:
+        server = TritonServer(_options(args))
+        print(f"starting Triton with {args.engine} ...", flush=True)
+        with server:
+            print(
+                f"ready: gRPC {server.grpc_url}  HTTP http://{server.http_url}  "
+                f"metrics http://{server.metrics_url}/metrics  log {args.log}\nCtrl-C stops it",
+                flush=True,
+            )
+            while not stopping.wait(0.2) and server.returncode is None:
+                pass
+            if server.returncode is not None:
+                print(f"server ended by itself with code {server.returncode}; see {args.log}", file=sys.stderr)
+                return 1
+            print("stopping: running turns may finish", flush=True)
+    except CommitKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
