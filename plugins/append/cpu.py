@@ -15,7 +15,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def append(params: AppendParams) -> torch.Tensor:
-    """Writes K, V and a zero `seen` into each row's slot, in place; returns the rotated q in q's dtype."""
+    """Writes K, V and a zero `seen` into each row's slot, in place; returns the rotated q in q's dtype, contiguous."""
     q, k, pages, seen = params.q, params.k, params.pages, params.seen
     num_q_heads, half = q.shape[1], q.shape[2] // 2
     cos, sin = params.cos[:, None, :half], params.sin[:, None, :half]
@@ -26,4 +26,4 @@ def append(params: AppendParams) -> torch.Tensor:
     offsets = params.slots - page_ids * page_tokens
     pages.permute(0, 3, 1, 2, 4)[page_ids, offsets] = kv
     seen.permute(0, 2, 1)[page_ids, offsets] = 0
-    return rotated[:, :num_q_heads].to(q.dtype)
+    return rotated[:, :num_q_heads].to(q.dtype).contiguous()
