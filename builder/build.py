@@ -1,0 +1,184 @@
+"""Command line: turn a model into an engine directory. `python builder/build.py` builds the default model.
+
+Arguments are read here and nowhere else; the work is in `engine_writer`, the readers in `weights/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:  # run as a script: only the script's own folder is on the path
+    sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from builder.default_model import ENGINE_NAME, default_gguf  # noqa: E402
+from builder.engine_writer import check_output, check_tensors, write_engine  # noqa: E402
+from builder.lower_torch import has_fast_bf16  # noqa: E402
+from builder.plan_report import memory_report, parse_bytes  # noqa: E402
+from builder.weights.checkpoint import Checkpoint, parse_tokenizer  # noqa: E402
+from builder.weights.detect import read_checkpoint  # noqa: E402
+from runtime import manifest  # noqa: E402
+from runtime.config import DTYPE_BYTES, EngineLimits  # noqa: E402
+from runtime.errors import CheckpointError, CommitKVError, ConfigError, ManifestError  # noqa: E402
+from runtime.manifest import EngineFile, Manifest, SourceModel, TokenInfo  # noqa: E402
+from runtime.policy.registry import ALL_POLICIES, get_policy  # noqa: E402
+
+DEFAULT_SEQ_LEN = 8192
+TARGETS = ("cpu", "trt", "trt-rtx")
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; every option has a default."""
+    parser = argparse.ArgumentParser(prog="build.py", description="Build an engine directory from a model.")
+    parser.add_argument("--model", type=Path, help="GGUF file, Hugging Face directory, or TensorRT-LLM <= 1.2 "
+                        "checkpoint directory (default: SmolLM2-135M-Instruct, fetched once)")  # fmt: skip
+    parser.add_argument("--tokenizer", type=Path, help="directory with tokenizer.json, instead of the model's own")
+    parser.add_argument("--target", choices=TARGETS, default="cpu",
+                        help="what the engine runs on (trt and trt-rtx do not work yet)")  # fmt: skip
+    parser.add_argument("--dtype", choices=("auto", *DTYPE_BYTES), default="auto",
+                        help="weights and activations (auto: bf16 where the CPU multiplies it natively, else fp32)")  # fmt: skip
+    parser.add_argument("--kv-dtype", choices=tuple(DTYPE_BYTES), help="active pages (default: as --dtype)")
+    parser.add_argument("--max-batch-size", type=int, default=EngineLimits.max_batch_size,
+                        help="sequences in one step (default %(default)s)")  # fmt: skip
+    parser.add_argument("--max-seq-len", type=int,
+                        help=f"tokens of a conversation (default: the model's context, at most {DEFAULT_SEQ_LEN})")  # fmt: skip
+    parser.add_argument("--page-tokens", type=int, default=EngineLimits.page_tokens,
+                        help="tokens of a page (default %(default)s)")  # fmt: skip
+    parser.add_argument("--block-entries", type=int, default=EngineLimits.block_entries,
+                        help="entries of a committed block (default %(default)s)")  # fmt: skip
+    parser.add_argument("--policy", default=EngineLimits.policy,
+                        help=f"default policy: {', '.join(ALL_POLICIES)} (default %(default)s)")  # fmt: skip
+    parser.add_argument("--output", type=Path, help="engine directory (default: engines/<model name>)")
+    parser.add_argument("--dry-run", action="store_true", help="print the memory plan and write nothing")
+    parser.add_argument("--kv-memory", default="1GiB", help="KV budget of the memory plan (default %(default)s)")
+    parser.add_argument("--force", action="store_true", help="build even if the engine is up to date")
+    return parser.parse_args(argv)
+
+
+def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimits:
+    """The engine's limits, checked against the model; ConfigError or CheckpointError."""
+    context = checkpoint.spec.max_positions
+    length = min(DEFAULT_SEQ_LEN, context) if args.max_seq_len is None else args.max_seq_len
+    if length > context:
+        raise ConfigError(
+            f"max_seq_len: got {length}, expected at most {context}, the context of {checkpoint.spec.name}; "
+            f"pass --max-seq-len {context} or less"
+        )
+    window = checkpoint.sliding_window
+    if window is not None and window < length:
+        raise CheckpointError(
+            f"{checkpoint.spec.name}: attention slides over {window} tokens, expected no window shorter than the "
+            f"engine's {length}; pass --max-seq-len {window} or less, up to which the answers are exact"
+        )
+    dtype = args.dtype if args.dtype != "auto" else ("bf16" if has_fast_bf16() else "fp32")
+    get_policy(args.policy)
+    return EngineLimits(
+        dtype=dtype,
+        kv_dtype=args.kv_dtype or dtype,
+        max_batch_size=args.max_batch_size,
+        max_seq_len=length,
+        page_tokens=args.page_tokens,
+        block_entries=args.block_entries,
+        policy=args.policy,
+    )
+
+
+def make_manifest(checkpoint: Checkpoint, limits: EngineLimits, source: SourceModel) -> Manifest:
+    """The manifest of an engine that has no files yet."""
+    tokenizer = parse_tokenizer(checkpoint.tokenizer.tokenizer_json, checkpoint.files[0])
+    size = tokenizer.get_vocab_size(with_added_tokens=True)
+    if size > checkpoint.spec.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.spec.name}: the tokenizer has {size} tokens, expected at most the model's "
+            f"{checkpoint.spec.vocab_size}; pass the tokenizer that belongs to the model"
+        )
+    added = sorted(tokenizer.get_added_tokens_decoder().items())
+    versions = (("commitkv", manifest.COMMITKV_VERSION), ("torch", str(torch.__version__)))
+    return Manifest(
+        target="cpu",
+        model=checkpoint.spec,
+        limits=limits,
+        tokens=TokenInfo(
+            bos_token=checkpoint.tokenizer.bos_token,
+            eos_token=checkpoint.tokenizer.eos_token,
+            add_bos=checkpoint.tokenizer.add_bos,
+            special_tokens=tuple((token.content, index) for index, token in added if token.special),
+        ),
+        source=source,
+        files=(),
+        versions=versions,
+        built_at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def is_up_to_date(output: Path, wanted: Manifest) -> bool:
+    """Whether `output` is a sound engine of the same source, options and versions."""
+    try:
+        found = manifest.load(output)
+    except ManifestError:
+        return False
+
+    return dataclasses.replace(found, files=(), built_at=wanted.built_at) == wanted
+
+
+def source_sha256(files: Sequence[Path]) -> str:
+    """SHA-256 over the names and contents of the files a model was read from."""
+    lines = sorted(f"{path.name} {manifest.file_sha256(path)}" for path in files)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def build(args: argparse.Namespace) -> None:
+    """Everything after argument parsing; raises CommitKVError."""
+    if args.target != "cpu":
+        raise ConfigError(f"target: got {args.target}, which this version cannot build yet; pass --target cpu")
+    get_policy(args.policy)
+    kv_memory_bytes = parse_bytes(args.kv_memory, "kv-memory")
+    model = args.model or default_gguf(ROOT / "models")
+    checkpoint = read_checkpoint(model, args.tokenizer)
+    limits = make_limits(args, checkpoint)
+    check_tensors(checkpoint)
+    if args.dry_run:
+        print(memory_report(checkpoint.spec, limits, kv_memory_bytes))
+        return
+    name = ENGINE_NAME if args.model is None else checkpoint.spec.name
+    output: Path = args.output or ROOT / "engines" / name
+    check_output(output)
+    source = SourceModel(checkpoint.spec.name, checkpoint.kind, source_sha256(checkpoint.files))
+    wanted = make_manifest(checkpoint, limits, source)
+    if not args.force and is_up_to_date(output, wanted):
+        print(f"{output} is up to date (--force builds it again)")
+        return
+    started = time.monotonic()
+
+    def with_files(files: tuple[EngineFile, ...]) -> Manifest:
+        return dataclasses.replace(wanted, files=files)
+
+    write_engine(checkpoint, limits.dtype, output, with_files)
+    size = sum(path.stat().st_size for path in output.iterdir())
+    print(f"built {output}: {limits.dtype}, {size / 1e6:.0f} MB, {time.monotonic() - started:.1f} s")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 with one line on standard error."""
+    try:
+        build(parse_arguments(argv))
+    except CommitKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""Write an engine directory: fuse and convert weights one by one, hash them, and make the directory appear at once.
+
+Everything goes to a temporary sibling first, is flushed to disk, and is renamed into place; an older engine there
+is moved aside and removed only when the new one stands.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from tqdm import tqdm
+
+from builder.lower_torch import TORCH_DTYPE
+from builder.model import WeightRecipe, weight_recipes
+from builder.weights.checkpoint import Checkpoint, TensorSource
+from runtime.errors import CheckpointError, ConfigError
+from runtime.manifest import (
+    CHAT_TEMPLATE_FILE,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    WEIGHTS_FILE,
+    EngineFile,
+    Manifest,
+    file_sha256,
+    write,
+)
+
+_SAFETENSORS_NAME = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def check_tensors(checkpoint: Checkpoint) -> None:
+    """Every tensor that the engine needs is there in the right shape; CheckpointError names the first that is not."""
+    for recipe in weight_recipes(checkpoint.spec):
+        for name, shape in recipe.sources:
+            got = checkpoint.tensors.shape(name)
+            if got is None:
+                raise CheckpointError(
+                    f"{checkpoint.files[0]}: tensor {name} is missing, expected shape {list(shape)}; "
+                    f"fetch the complete checkpoint"
+                )
+            if got != shape:
+                raise CheckpointError(
+                    f"{checkpoint.files[0]}: tensor {name} has shape {list(got)}, expected {list(shape)}; "
+                    f"weights and configuration do not belong together"
+                )
+
+
+def write_engine(
+    checkpoint: Checkpoint, dtype: str, output: Path, make_manifest: Callable[[tuple[EngineFile, ...]], Manifest]
+) -> None:
+    """Build the directory `output`. make_manifest gets the finished files. Leaves nothing half-written behind.
+
+    Raises CheckpointError for bad tensors, ConfigError for a place that cannot be written to.
+    """
+    check_tensors(checkpoint)
+    check_output(output)
+    temporary = output.with_name(f".{output.name}.building-{os.getpid()}")
+    with _clear_disk_errors(output):
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            files = [_write_weights(checkpoint, dtype, temporary / WEIGHTS_FILE)]
+            files.append(_write_text(temporary / TOKENIZER_FILE, checkpoint.tokenizer.tokenizer_json))
+            if checkpoint.tokenizer.chat_template is not None:
+                files.append(_write_text(temporary / CHAT_TEMPLATE_FILE, checkpoint.tokenizer.chat_template))
+            write(make_manifest(tuple(files)), temporary)
+            _flush(temporary / MANIFEST_FILE)
+            _flush(temporary)
+            _put_in_place(temporary, output)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def check_output(output: Path) -> None:
+    """Refuse to replace something that is no engine."""
+    if not output.exists():
+        return
+    if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()):
+        raise ConfigError(
+            f"output: {output} exists and is no engine directory, expected a new path or an older engine; "
+            f"choose another --output or remove it"
+        )
+
+
+def _write_weights(checkpoint: Checkpoint, dtype: str, path: Path) -> EngineFile:
+    """The safetensors form, streamed: header first, since shapes and types are known before any weight is read."""
+    recipes = weight_recipes(checkpoint.spec)
+    header, total = {}, 0
+    for recipe in recipes:
+        kind = torch.float32 if recipe.is_norm else TORCH_DTYPE[dtype]
+        size = kind.itemsize * torch.Size(recipe.shape).numel()
+        offsets = [total, total + size]
+        header[recipe.name] = {"dtype": _SAFETENSORS_NAME[kind], "shape": recipe.shape, "data_offsets": offsets}
+        total += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 16 + 8)  # data starts 16-byte aligned after the 8 length bytes
+    free = shutil.disk_usage(path.parent).free
+    if free < total + len(text):
+        raise OSError(errno.ENOSPC, f"weights take {total / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="converting weights", mininterval=0.5)
+    digest = hashlib.sha256()
+    with path.open("wb") as stream, bar:
+        _put(stream, digest.update, len(text).to_bytes(8, "little") + text)
+        for recipe in recipes:
+            data = _convert(recipe, checkpoint.tensors, torch.float32 if recipe.is_norm else TORCH_DTYPE[dtype])
+            _put(stream, digest.update, memoryview(data.view(torch.uint8).numpy().reshape(-1)))
+            bar.update(data.numel() * data.itemsize)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return EngineFile(path.name, path.stat().st_size, digest.hexdigest())
+
+
+def _put(stream: BinaryIO, update: Callable[[bytes | memoryview], None], data: bytes | memoryview) -> None:
+    stream.write(data)
+    update(data)
+
+
+def _convert(recipe: WeightRecipe, tensors: TensorSource, dtype: torch.dtype) -> torch.Tensor:
+    parts = [tensors.read(name).to(dtype) for name, _ in recipe.sources]
+    data = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
+    assert tuple(data.shape) == recipe.shape
+    if not bool(torch.isfinite(data).all()):
+        names = ", ".join(name for name, _ in recipe.sources)
+        raise CheckpointError(
+            f"tensor {names}: holds infinite or undefined numbers in {dtype}, expected finite ones; "
+            f"fetch the checkpoint again, or choose --dtype bf16 or fp32 if it overflowed fp16"
+        )
+    return data
+
+
+def _write_text(path: Path, text: str) -> EngineFile:
+    path.write_text(text, encoding="utf-8")
+    _flush(path)
+    return EngineFile(path.name, path.stat().st_size, file_sha256(path))
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _put_in_place(temporary: Path, output: Path) -> None:
+    old = output.with_name(f".{output.name}.old-{os.getpid()}")
+    had_old = output.exists()
+    if had_old:
+        output.rename(old)
+    try:
+        temporary.rename(output)
+    except OSError:
+        if had_old:
+            old.rename(output)
+        raise
+    _flush(output.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _clear_disk_errors(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ConfigError(
+                f"output: no room left for {output} ({error.strerror}); free space or choose another --output"
+            ) from error
+        raise ConfigError(f"output: cannot write {output} ({error}); check the path and its permissions") from error
