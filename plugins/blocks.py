@@ -91,6 +91,19 @@ def read_bias(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     return fp16_field(raw, layout.bias, layout.block_entries).float()
 
 
+def values_at(
+    raw: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor], layout: BlockLayout
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values [m, D] and biases [m], fp32, of entries where = (block index [m], entry in block [m])."""
+    values = codes_field(raw, layout.v_codes, layout)[where]
+    bias = fp16_field(raw, layout.bias, layout.block_entries)[where].float()
+    if not layout.quantized:
+        return values.float(), bias
+    scale = fp16_field(raw, layout.v_scale, layout.block_entries)[where].float()
+    minimum = fp16_field(raw, layout.v_min, layout.block_entries)[where].float()
+    return unpack_codes(values, layout).mul_(scale[:, None]).add_(minimum[:, None]), bias
+
+
 def encode(
     keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, lens: torch.Tensor, layout: BlockLayout
 ) -> torch.Tensor:

@@ -1,0 +1,105 @@
+"""First half of a commit: one line over everything a conversation has committed or staged, found by selection.
+
+Scores of all rows lie in one padded matrix. The floor takes each row's best entries, protected ones stay, and the
+k-th largest of the rest is the line. Ties at a threshold are broken by position, so that counts are exact.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from plugins.commit.params import CommitMemory, Decision, LineParams
+
+UNFILLED = -1.0
+
+
+def draw_line(memory: CommitMemory, params: LineParams) -> Decision:
+    """Decides which staged tokens and old entries stay: max(keep_entries, forced by floor and protection) of them."""
+    staged, old = staged_scores(memory, params.staged), _old_scores(memory, params)
+    if params.outlier_z is not None:
+        staged = _protect_outliers(staged, old, params.outlier_z)
+    scores = torch.cat((old, staged), dim=1)
+    filled = scores >= 0
+    scaled = torch.where(filled & scores.isfinite(), scores * _row_scale(memory, params), scores)
+    kept = scores.isinf() | _best_of_rows(scaled, filled, params.floor_entries)
+    rest = (filled & ~kept).view(-1)
+    line, let_in = _above_line(scaled.view(-1)[rest], params.keep_entries - int(kept.sum()))
+    kept.view(-1)[rest] = let_in
+    num_old = old.shape[1]
+    row, column = _places(params, memory.layout.block_entries)
+    entries = torch.arange(memory.layout.block_entries, device=scores.device)
+    alive = kept[row[:, None], column[:, None] + entries]
+    return Decision(line, kept[:, num_old:], staged, alive)
+
+
+def staged_scores(memory: CommitMemory, slots: torch.Tensor) -> torch.Tensor:
+    """Largest attention weight each staged token has received so far, [rows, n] fp32."""
+    page, offset = _split_slots(slots, memory)
+    by_layer = torch.stack([seen.permute(0, 2, 1)[page, offset] for seen in memory.seen])
+    return by_layer.permute(0, 2, 1).reshape(memory.num_rows, -1).float()
+
+
+def _split_slots(slots: torch.Tensor, memory: CommitMemory) -> tuple[torch.Tensor, torch.Tensor]:
+    page_tokens = memory.pages[0].shape[3]
+    page = torch.div(slots, page_tokens, rounding_mode="floor")
+    return page, slots - page * page_tokens
+
+
+def _row_scale(memory: CommitMemory, params: LineParams) -> torch.Tensor:
+    """[rows, 1] factors on scores."""
+    scale = torch.tensor(params.layer_scale or (1.0,) * len(memory.pages))
+    return scale.repeat_interleave(memory.pages[0].shape[1])[:, None].to(memory.score.device)
+
+
+def _places(params: LineParams, block_entries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and first column of each old block in the padded matrix, [num_blocks] int64 each."""
+    starts = torch.tensor(params.table.starts, device=params.table.ids.device)
+    row = torch.arange(starts.shape[0] - 1, device=starts.device).repeat_interleave(starts.diff())
+    return row, (torch.arange(row.shape[0], device=starts.device) - starts[row]) * block_entries
+
+
+def _old_scores(memory: CommitMemory, params: LineParams) -> torch.Tensor:
+    """Scores of the old blocks, [rows, most blocks of a row * E] fp32, UNFILLED where no entry lies."""
+    size, starts = memory.layout.block_entries, params.table.starts
+    most = max(b - a for a, b in pairwise(starts))
+    padded = torch.full((memory.num_rows, most * size), UNFILLED, device=memory.score.device)
+    entries = torch.arange(size, device=memory.score.device)
+    filled = entries < params.table.lens[:, None]
+    score = torch.where(filled, memory.score.index_select(0, params.table.ids).float(), UNFILLED)
+    row, column = _places(params, size)
+    padded[row[:, None], column[:, None] + entries] = score
+    return padded
+
+
+def _protect_outliers(staged: torch.Tensor, old: torch.Tensor, z: float) -> torch.Tensor:
+    """inf where a staged score lies more than z standard deviations over the mean of its row's finite scores."""
+    scores = torch.cat((old, staged), dim=1)
+    counted = (scores >= 0) & scores.isfinite()
+    number = counted.sum(dim=1, keepdim=True).clamp_(min=1)
+    mean = torch.where(counted, scores, 0.0).sum(dim=1, keepdim=True) / number
+    spread = (torch.where(counted, scores - mean, 0.0).square().sum(dim=1, keepdim=True) / number).sqrt()
+    return torch.where(staged > mean + z * spread, torch.inf, staged)
+
+
+def _best_of_rows(scaled: torch.Tensor, filled: torch.Tensor, floor: int) -> torch.Tensor:
+    """The best `floor` filled entries of each row, all of a row that has fewer. [rows, columns] bool."""
+    floor = min(floor, scaled.shape[1])
+    if floor <= 0:
+        return torch.zeros_like(filled)
+    threshold = scaled.topk(floor, dim=1).values[:, -1:]
+    above = scaled > threshold
+    ties = (scaled == threshold) & filled
+    return above | (ties & (ties.cumsum(dim=1) <= floor - above.sum(dim=1, keepdim=True)))
+
+
+def _above_line(scores: torch.Tensor, count: int) -> tuple[float, torch.Tensor]:
+    """The line and a mask of the best `count` of scores [n], the first ones where they tie."""
+    count = min(count, scores.shape[0])
+    if count <= 0:
+        return torch.inf, torch.zeros_like(scores, dtype=torch.bool)
+    line = scores.kthvalue(scores.shape[0] - count + 1).values
+    above = scores > line
+    ties = scores == line
+    return float(line), above | (ties & (ties.cumsum(dim=0) <= count - above.sum()))
