@@ -1,0 +1,159 @@
+// Prefill path of `attend`: many query vectors. A tile of K (transposed) and V is widened to fp32 once and multiplied
+// by all vectors of the item with a register-blocked product. Also serves head_dims that are not whole vectors.
+#pragma once
+
+#include "cpu_dot.hpp"
+
+namespace commitkv {
+namespace COMMITKV_LEVEL {
+
+constexpr int ROWS = 6;                 // of the register block
+constexpr int COLUMNS = W == 16 ? 4 : 2;  // its vectors
+
+// Room beyond Work: strides are query_stride (D rounded up to 32; the rest is zero) and WIDE_TILE.
+struct WideRoom {
+  float *k;                // [query_stride, WIDE_TILE] the tile's K, transposed
+  float *v;                // [WIDE_TILE, query_stride]
+  float *rows;             // [32, query_stride] rows on their way
+  float *scale, *minimum;  // [D] of the block's K
+};
+
+// c[R, N vectors] = c * factors (or 0) + a[R, depth] . b[depth, N vectors]
+template <int R, int N>
+static void product_block(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c,
+                          int64_t c_stride, int64_t depth, const float *factors) {
+  vf acc[R][N];
+  for (int r = 0; r < R; ++r) {
+    for (int n = 0; n < N; ++n) {
+      acc[r][n] = factors ? load(c + r * c_stride + n * W) * set1(factors[r]) : set1(0.0f);
+    }
+  }
+  for (int64_t i = 0; i < depth; ++i) {
+    vf x[N];
+#pragma GCC unroll 4
+    for (int n = 0; n < N; ++n) x[n] = load(b + i * b_stride + n * W);
+#pragma GCC unroll 6
+    for (int r = 0; r < R; ++r) {
+      const vf y = set1(a[r * a_stride + i]);
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) acc[r][n] = fma(y, x[n], acc[r][n]);
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int n = 0; n < N; ++n) store(c + r * c_stride + n * W, acc[r][n]);
+  }
+}
+
+// One product c[rows, columns] (+)= a[rows, depth] . b[depth, columns]; columns is a multiple of W.
+struct Product {
+  const float *a;
+  int64_t a_stride;
+  const float *b;
+  int64_t b_stride;
+  float *c;
+  int64_t c_stride, rows, depth;
+  const float *factors;  // [rows] applied to c before; null: c is overwritten
+};
+
+template <int R, int N> COMMITKV_INLINE void product_at(const Product &p, int64_t row, int64_t column) {
+  product_block<R, N>(p.a + row * p.a_stride, p.a_stride, p.b + column, p.b_stride, p.c + row * p.c_stride + column,
+                      p.c_stride, p.depth, p.factors ? p.factors + row : nullptr);
+}
+
+template <int N> static void product_columns(const Product &p, int64_t column) {
+  int64_t row = 0;
+  for (; row + ROWS <= p.rows; row += ROWS) product_at<ROWS, N>(p, row, column);
+  for (; row + 2 <= p.rows; row += 2) product_at<2, N>(p, row, column);
+  if (row < p.rows) product_at<1, N>(p, row, column);
+}
+
+static void product(const Product &p, int64_t columns) {
+  int64_t column = 0;
+  for (; column + COLUMNS * W <= columns; column += COLUMNS * W) product_columns<COLUMNS>(p, column);
+  for (; column < columns; column += W) product_columns<1>(p, column);
+}
+
+// Channels [0, dim) of one row of codes as floats.
+template <int Format> static void widen_row(const uint8_t *row, int64_t dim, float *to) {
+  const bool whole = Format == I4 ? dim / 2 % W == 0 : dim % W == 0;
+  const int64_t vectors = whole || Format != I4 ? dim / W : 0;
+  for (int64_t i = 0; i < vectors; ++i) store(to + i * W, codes<Format>(row, i, dim));
+  for (int64_t d = vectors * W; d < dim; ++d) {
+    if (Format == F32) to[d] = reinterpret_cast<const float *>(row)[d];
+    if (Format == BF16) to[d] = bf16_to_float(reinterpret_cast<const uint16_t *>(row)[d]);
+    if (Format == F16) to[d] = f16_to_float(reinterpret_cast<const uint16_t *>(row)[d]);
+    if (Format == I8) to[d] = float(row[d]);
+    if (Format == I4) to[d] = float(d < dim / 2 ? row[d] & 15 : row[d - dim / 2] >> 4);
+  }
+}
+
+// K row j of a run as floats, scales applied.
+template <int Format>
+static void widen_k(const Run &run, int32_t j, int64_t dim, const WideRoom &room, float *to) {
+  widen_row<Format>(run.k + j * code_row_bytes(Format, dim), dim, to);
+  if (Format != I8 && Format != I4) return;
+  int64_t d = 0;
+  for (; d + W <= dim; d += W) store(to + d, fma(load(to + d), load(room.scale + d), load(room.minimum + d)));
+  for (; d < dim; ++d) to[d] = to[d] * room.scale[d] + room.minimum[d];
+}
+
+// V row j of a run as floats, scales applied.
+template <int Format> static void widen_v(const Args &a, const Run &run, int32_t j, int64_t dim, float *to) {
+  widen_row<Format>(run.v + j * code_row_bytes(Format, dim), dim, to);
+  if (Format != I8 && Format != I4) return;
+  const float scale = f16_to_float(halves(run.block, a.v_scale)[run.entry + j]);
+  const float minimum = f16_to_float(halves(run.block, a.v_min)[run.entry + j]);
+  int64_t d = 0;
+  for (; d + W <= dim; d += W) store(to + d, fma(load(to + d), set1(scale), set1(minimum)));
+  for (; d < dim; ++d) to[d] = to[d] * scale + minimum;
+}
+
+// Calls each(token in the tile, run, row in the run) for every token, after the run's K scales were widened.
+template <int Format, typename F>
+COMMITKV_INLINE void each_token(const Args &a, const Tile &tile, const WideRoom &room, const F &each) {
+  for (int32_t r = 0; r < tile.num_runs; ++r) {
+    const Run &run = tile.runs[r];
+    if (Format == I8 || Format == I4) {
+      widen_f16(halves(run.block, a.k_scale), a.head_dim, room.scale);
+      widen_f16(halves(run.block, a.k_min), a.head_dim, room.minimum);
+    }
+    for (int32_t j = 0; j < run.count; ++j) each(run.first + j, run, j);
+  }
+}
+
+// room.k[d][t] and room.v[t][d] of the tile; tokens up to a whole vector are zero in k.
+template <int Format> static void widen_tile(const Args &a, const Tile &tile, const Work &w, const WideRoom &room) {
+  const int64_t stride = w.query_stride;
+  const auto flush = [&](int64_t first) {
+    for (int64_t d = 0; d < stride; d += W) {
+      vf rows[W];
+      for (int i = 0; i < W; ++i) rows[i] = load(room.rows + i * stride + d);
+      transpose(rows, room.k + d * WIDE_TILE + first, WIDE_TILE);
+    }
+  };
+  each_token<Format>(a, tile, room, [&](int32_t token, const Run &run, int32_t j) {
+    widen_k<Format>(run, j, w.dim, room, room.rows + token % W * stride);
+    widen_v<Format>(a, run, j, w.dim, room.v + token * stride);
+    if (token % W == W - 1) flush(token - (W - 1));
+  });
+  if (const int64_t rest = tile.tokens % W) {
+    std::memset(room.rows + rest * stride, 0, (W - rest) * stride * 4);
+    flush(tile.tokens - rest);
+  }
+}
+
+template <int Format>
+static void wide_tile(const Plan &plan, const Item &item, const List &list, const Tile &tile, Work &w,
+                      const WideRoom &room) {
+  widen_tile<Format>(plan.args, tile, w, room);
+  const int64_t stride = w.query_stride;
+  product(Product{w.query, stride, room.k, WIDE_TILE, w.logits, w.logit_stride, w.vectors, w.dim, nullptr},
+          round_up(tile.tokens, W));
+  finish_logits(plan, item, list, tile, w);
+  running_softmax(tile, w);
+  product(Product{w.logits, w.logit_stride, room.v, stride, w.sums, stride, w.vectors, tile.tokens, w.factors},
+          round_up(w.dim, W));
+}
+
+}  // namespace COMMITKV_LEVEL
+}  // namespace commitkv
