@@ -191,7 +191,7 @@ class Chat:
     conversation_id: str
     policy: str | None = None
     system_prompt: str | None = None
-    _turns: int = field(default=0, init=False)
+    _turns: int = field(default=0, init=False, repr=False)
 
     def turn(
         self, text: str, options: TurnOptions | None = None, on_text: Callable[[str], None] | None = None
@@ -258,12 +258,13 @@ class Chat:
         [answer] = infer(self.url, [tensor("stats", True), tensor("conversation_id", self.conversation_id)])
         return _kv(answer), json.loads(_text(answer, "engine_stats"))
 
-    def wait_idle(self, timeout_s: float, poll_s: float = 0.1) -> float:
+    def server_stats(self) -> Mapping[str, Any]:
+        """The server's {"engine", "process"} report."""
+        return engine_stats(self.url)
+
+    def wait_idle(self, timeout_s: float) -> float:
         """Wait until the engine has no work left (probes and commits included); returns the seconds it took."""
-        begin = time.monotonic()
-        while time.monotonic() - begin < timeout_s and not engine_stats(self.url)["engine"]["idle"]:
-            time.sleep(poll_s)
-        return time.monotonic() - begin
+        return wait_idle(self.url, timeout_s)
 
     def end(self) -> None:
         """Free the conversation on the server; the next turn starts a new one."""
@@ -282,6 +283,25 @@ def engine_stats(url: str) -> Mapping[str, Any]:
     """The server's {"engine", "process"} report."""
     [answer] = infer(url, [tensor("stats", True)])
     return dict(json.loads(_text(answer, "engine_stats")))
+
+
+def wait_idle(url: str, timeout_s: float, poll_s: float = 0.1) -> float:
+    """Wait until the engine has no work left, `timeout_s` at most; returns the seconds it took."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < timeout_s and not engine_stats(url)["engine"]["idle"]:
+        time.sleep(poll_s)
+    return time.monotonic() - begin
+
+
+def server_version(url: str) -> str:
+    """Version of the Triton server. Raises ServerUnreachableError."""
+    client = grpcclient.InferenceServerClient(url)
+    try:
+        return str(client.get_server_metadata().version)
+    except InferenceServerException as error:
+        raise _client_error(url, error) from error
+    finally:
+        client.close()
 
 
 def _text(result: Any, name: str) -> str:

@@ -167,7 +167,9 @@ def write_repository(options: ServerOptions, into: Path) -> Path:
 
 
 def _parameter(key: str, value: str) -> str:
-    quoted = "".join(f"\\{byte:03o}" if byte < 32 or byte in b'"\\' or byte > 126 else chr(byte) for byte in value.encode())
+    quoted = "".join(
+        f"\\{byte:03o}" if byte < 32 or byte in b'"\\' or byte > 126 else chr(byte) for byte in value.encode()
+    )
     return f'parameters {{ key: "{key}" value {{ string_value: "{quoted}" }} }}\n'
 
 
@@ -227,7 +229,11 @@ class TritonServer:
             command = self._command(install, self._directory)
             with self._log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    command, stdout=log, stderr=subprocess.STDOUT, env=server_environment(install), start_new_session=True
+                    command,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env=server_environment(install),
+                    start_new_session=True,
                 )
             self._wait_ready()
         except BaseException:
@@ -258,14 +264,14 @@ class TritonServer:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ServerStartError(
-                    f"Triton server: ended with code {self._process.returncode} before it was ready:\n{self.log_excerpt()}"
+                    f"Triton server: ended with code {self._process.returncode} before it was ready:\n"
+                    f"{self.log_excerpt()}"
                 )
             if _answers(url):
                 return
             time.sleep(0.1)
         raise ServerStartError(
-            f"Triton server: not ready after {self.options.ready_timeout_s:g} s; raise the time-out or look at its log.\n"
-            f"{self.log_excerpt()}"
+            f"Triton server: not ready after {self.options.ready_timeout_s:g} s; its log ends:\n{self.log_excerpt()}"
         )
 
     def log_excerpt(self, num_lines: int = 25) -> str:

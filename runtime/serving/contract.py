@@ -141,7 +141,9 @@ class StatsCall:
 Call = TurnCall | StopCall | EndCall | StatsCall
 
 
-def parse_call(tensors: Sequence[InputTensor], client_id: str, engine_id: str, default_policy: str | None = None) -> Call:
+def parse_call(
+    tensors: Sequence[InputTensor], client_id: str, engine_id: str, default_policy: str | None = None
+) -> Call:
     """What a request asks for. `client_id`: Triton's request id; `engine_id`: our unique one.
 
     Raises RequestError that names the tensor, what it held and what was expected.
@@ -257,8 +259,8 @@ def _protect(fields: _Fields, num_chars: int) -> tuple[tuple[int, int], ...]:
     for start, end in ranges:
         if not 0 <= start < end <= num_chars:
             raise RequestError(
-                f"protect: got [{start}, {end}), expected 0 <= start < end <= {num_chars}, the characters of text_input; "
-                "correct the range"
+                f"protect: got [{start}, {end}), expected 0 <= start < end <= {num_chars}, the characters of "
+                "text_input; correct the range"
             )
     return ranges
 

@@ -22,7 +22,7 @@ from runtime.errors import (
     ServerStoppingError,
     UnknownConversationError,
 )
-from runtime.request import ErrorEvent, Event, FinishEvent, KvStats, Request, TextEvent
+from runtime.request import ErrorEvent, Event, KvStats, Request, TextEvent
 from runtime.serving.contract import (
     EndCall,
     InputTensor,
@@ -149,7 +149,7 @@ class Turns:
             engine_ids = [key for key, turn in self._turns.items() if turn.client_id == client_id]
         if not engine_ids:
             raise UnknownConversationError(
-                f"stop: no request with id {client_id!r} is running, expected the id of one that is; it may have finished"
+                f"stop: no request with id {client_id!r} is running, expected the id of one that is; it may have ended"
             )
         for engine_id in engine_ids:
             self._loop.cancel(engine_id)
