@@ -110,23 +110,29 @@ class RuntimeConfig:
 
     kv_memory_bytes: bound on pages and blocks together.
     tokens_per_step: token budget of one step over all conversations.
+    probe_tokens_per_step: tokens of a span that one probe re-reads.
     watermark: share of the KV memory above which commits are forced.
-    max_idle_conversations: conversations kept between turns before the oldest loses its KV.
+    max_conversations: conversations held at once; the oldest idle one is ended to make room.
+    max_waiting: turns that may wait for a place in the batch.
+    num_threads: threads of the CPU executor; 0: one per core.
     """
 
     kv_memory_bytes: int = 1 << 30
     tokens_per_step: int = 256
     probe_tokens_per_step: int = 128
     watermark: float = 0.85
-    manage_every_steps: int = 8
     max_conversations: int = 1024
     max_waiting: int = 256
     num_threads: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("kv_memory_bytes", "tokens_per_step", "probe_tokens_per_step", "manage_every_steps",
-                     "max_conversations", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}: got {getattr(self, name)}, expected at least 1")
+        for name in ("kv_memory_bytes", "tokens_per_step", "probe_tokens_per_step", "max_conversations", "max_waiting"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ConfigError(f"{name}: got {value}, expected at least 1; raise it")
+        if self.num_threads < 0:
+            raise ConfigError(f"num_threads: got {self.num_threads}, expected 0 (one per core) or more; correct it")
         if not 0.0 < self.watermark <= 1.0:
-            raise ConfigError(f"watermark: got {self.watermark}, expected a share of the KV memory in (0, 1]")
+            raise ConfigError(
+                f"watermark: got {self.watermark}, expected a share of the KV memory in (0, 1]; correct it"
+            )

@@ -67,8 +67,8 @@ class KvManager:
             name: BlockLayout(name, limits.block_entries, spec.head_dim)  # type: ignore[arg-type]
             for name in ("int4", "int8", limits.kv_dtype)
         }
-        # A commit writes at most about one part-filled block per row before it frees anything.
-        headroom = 2 * spec.num_kv_rows * max(x.stored_bytes for n, x in self.block_layouts.items() if n == "int4")
+        # Before it frees anything a commit writes about two blocks per row and moves protected tokens to a page.
+        headroom = 2 * (spec.num_kv_rows * self.block_layouts["int4"].stored_bytes + self.page_layout.page_bytes)
         least = headroom + 8 * self.page_layout.page_bytes
         if kv_memory_bytes < least:
             raise ConfigError(

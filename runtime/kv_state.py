@@ -72,8 +72,22 @@ class ConversationKv:
             self._protected.extend(bytes(end - len(self._protected)))
         self._protected[start:end] = b"\x01" * (end - start)
 
+    def unprotect_from(self, start: int) -> None:
+        """Forgets the marks of positions that are undone."""
+        del self._protected[start:]
+
     def is_protected(self, position: int) -> bool:
         return position < len(self._protected) and bool(self._protected[position])
+
+    def protected_ranges(self) -> list[tuple[int, int]]:
+        """[start, end) ranges of protected positions."""
+        ranges: list[tuple[int, int]] = []
+        end = 0
+        while (start := self._protected.find(1, end)) >= 0:
+            end = self._protected.find(0, start)
+            end = len(self._protected) if end < 0 else end
+            ranges.append((start, end))
+        return ranges
 
     def loose_positions(self, page: Page) -> list[int]:
         """Positions in `page` that are not protected."""

@@ -1,0 +1,88 @@
+"""A conversation's text and the turn it is running. The cache itself is the manager's."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from runtime.detokenizer import StopMatcher, TokenStream
+from runtime.policy.base import Policy
+from runtime.request import FinishReason, Request
+from runtime.step import SampleSpec
+
+
+@dataclass
+class Turn:
+    """A turn that waits, runs or has just ended.
+
+    first_token: index in the conversation's tokens where this turn begins; a cancelled turn is undone to here.
+    prompt_end: index where its prompt ends; what follows was generated.
+    ended_before: the conversation's `ended` before this turn.
+    protect: [start, end) token ranges to protect.
+    """
+
+    request: Request
+    stream: TokenStream
+    stops: StopMatcher
+    uniforms: random.Random
+    first_token: int
+    prompt_end: int
+    arrival_ns: int
+    ended_before: bool
+    protect: list[tuple[int, int]] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+    cumulative_logprob: float = 0.0
+    reused_tokens: int = 0
+    reused_pages: int = 0
+    new_pages: int = 0
+    cancelled: bool = False
+    end_reason: FinishReason | None = None
+
+    def sample_spec(self, history: tuple[int, ...]) -> SampleSpec:
+        """How to choose the next token; draws one number from the request's stream."""
+        p = self.request.sampling
+        return SampleSpec(
+            temperature=p.temperature,
+            top_k=p.top_k,
+            top_p=p.top_p,
+            frequency_penalty=p.frequency_penalty,
+            presence_penalty=p.presence_penalty,
+            uniform=self.uniforms.random() if p.temperature > 0 else 0.0,
+            history=history if p.frequency_penalty or p.presence_penalty else (),
+            want_logprob=p.want_logprobs,
+        )
+
+
+@dataclass
+class Conversation:
+    """tokens: every logical token so far, compressed or not, so that a dropped cache can be recomputed.
+
+    ended: whether the last answer closed with an end token.
+    """
+
+    handle: int
+    conversation_id: str | None
+    policy: Policy
+    tokens: list[int] = field(default_factory=list)
+    turn: Turn | None = None
+    ended: bool = True
+    last_used_ns: int = 0
+    end_requested: bool = False
+
+    def num_pending(self, num_cached: int) -> int:
+        """Tokens that are not in the cache yet; 1 while decoding."""
+        return len(self.tokens) - num_cached
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """Tokens that the current turn has generated."""
+        assert self.turn is not None
+        return tuple(self.tokens[self.turn.prompt_end :])
+
+    @property
+    def num_generated(self) -> int:
+        assert self.turn is not None
+        return len(self.tokens) - self.turn.prompt_end

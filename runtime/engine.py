@@ -1,0 +1,352 @@
+"""The engine: takes turns, runs one unit of work per `step`, tells what happened.
+
+    work   = urgent commit, else a step of rows, else idle work (probe, commit)
+    result = executor does it
+             scheduler / maintenance / manager settle it
+
+`submit`, `cancel`, `end_conversation` and the figures may be called from any thread; `step` from one only. The lock
+is held while planning and settling, never while the executor runs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from runtime.answer import accept_token, finish_event
+from runtime.config import EngineLimits, ModelSpec, RuntimeConfig
+from runtime.conversation import Conversation
+from runtime.errors import OutOfMemoryError, UnknownConversationError
+from runtime.figures import EngineStats, Figures
+from runtime.intake import Intake
+from runtime.kv_manager import Freed, KvManager
+from runtime.maintenance import CommitWork, Maintenance, ProbeSettings, ProbeWork
+from runtime.request import ErrorEvent, Event, KvStats, Request
+from runtime.scheduler import Scheduler, Starved, StepWork
+from runtime.step import Executor, StepResult
+
+Work = StepWork | Starved | ProbeWork | CommitWork
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What the wiring puts together: the device half and the text side."""
+
+    spec: ModelSpec
+    limits: EngineLimits
+    config: RuntimeConfig
+    executor: Executor
+    intake: Intake
+    probe_prompt: tuple[int, ...]
+
+
+class Engine:
+    """Conversations over one executor."""
+
+    def __init__(self, parts: EngineParts, manager: KvManager, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        self._executor = parts.executor
+        self._intake = parts.intake
+        self._eos = parts.spec.eos_token_ids
+        self._max_seq_len = parts.limits.max_seq_len
+        self._config = parts.config
+        self._clock_ns = clock_ns
+        self._manager = manager
+        self._conversations: dict[int, Conversation] = {}  # by handle
+        self._by_id: dict[str, Conversation] = {}
+        self._by_request: dict[str, Conversation] = {}
+        self._scheduler = Scheduler(manager, parts.limits.max_batch_size, parts.config.tokens_per_step)
+        probe = ProbeSettings(parts.probe_prompt, parts.config.probe_tokens_per_step, parts.limits.max_seq_len)
+        self._maintenance = Maintenance(manager, self._conversations, probe, parts.config.watermark)
+        self._figures = Figures()
+        self._lock = threading.RLock()
+        self._next_handle = 0
+        self._arrivals = threading.Event()  # set by submit and cancel: a running probe gives way
+        self._idle = True
+
+    # Any thread
+
+    def submit(self, request: Request) -> None:
+        """Queues a turn. Raises RequestError and its kin, with nothing changed, if it can never run."""
+        with self._lock:
+            conversation = self._intake.find(request, self._by_id, self._by_request)
+            self._intake.check_queue(len(self._scheduler.waiting))
+            is_new = conversation is None
+            if conversation is None:
+                conversation = self._intake.start(request, self._next_handle)
+            turn = self._intake.make_turn(request, conversation, self._clock_ns())
+            if is_new:
+                self._open(conversation)
+            kv = self._manager[conversation.handle]
+            turn.reused_tokens, turn.reused_pages = kv.num_tokens, len(kv.pages)
+            for start, end in turn.protect:
+                kv.protect(start, end)
+            conversation.turn = turn
+            self._by_request[request.request_id] = conversation
+            self._scheduler.add(conversation)
+            self._wake()
+
+    def cancel(self, request_id: str) -> None:
+        """Undoes a turn at the next step boundary; unknown or finished requests are ignored."""
+        with self._lock:
+            conversation = self._by_request.get(request_id)
+            if conversation is not None and conversation.turn is not None:
+                conversation.turn.cancelled = True
+                self._wake()
+
+    def end_conversation(self, conversation_id: str) -> None:
+        """Frees a conversation, after its turn if one is running. Raises UnknownConversationError."""
+        with self._lock:
+            conversation = self._by_id.get(conversation_id)
+            if conversation is None:
+                raise UnknownConversationError(
+                    f"conversation_id: got {conversation_id!r}, expected one of the {len(self._by_id)} conversations "
+                    f"held; it may have ended already"
+                )
+            self._retire(conversation)
+
+    def abort(self, error: Exception) -> list[Event]:
+        """Fails every turn after the executor broke; conversations go on from their last good turn."""
+        with self._lock:
+            turns = [c for c in self._conversations.values() if c.turn is not None]
+            return [event for conversation in turns for event in self._fail(conversation, error)]
+
+    def wait_for_work(self, timeout_s: float) -> None:
+        """Returns once something arrived, or after the time-out."""
+        self._arrivals.wait(timeout_s)
+
+    def _wake(self) -> None:
+        self._idle = False
+        self._arrivals.set()
+
+    def kv_stats(self, conversation_id: str) -> KvStats:
+        """Memory of one conversation. Raises UnknownConversationError."""
+        with self._lock:
+            conversation = self._by_id.get(conversation_id)
+            if conversation is None:
+                raise UnknownConversationError(f"conversation_id: got {conversation_id!r}, which is not held")
+            return self._manager.stats(conversation.handle)
+
+    def stats(self) -> EngineStats:
+        with self._lock:
+            kv = [self._manager.stats(handle) for handle in self._conversations]
+            return self._figures.snapshot(
+                kv, len(self._scheduler.running), len(self._scheduler.waiting), idle=self._idle
+            )
+
+    def has_turns(self) -> bool:
+        """Whether a turn waits or runs."""
+        with self._lock:
+            return bool(self._by_request)
+
+    # The engine's thread
+
+    def step(self) -> tuple[list[Event], bool]:
+        """One unit of work. Returns what happened, and whether anything was done (False: nothing to do)."""
+        started = self._clock_ns()
+        with self._lock:
+            self._arrivals.clear()
+            ended = self._reap()
+            work = None if ended else self._plan()
+            self._release_dropped()
+            self._idle = work is None and not ended
+        self._figures.manager_ns += self._clock_ns() - started
+        match work:
+            case StepWork():
+                return self._run(work), True
+            case ProbeWork():
+                self._run_probe(work)
+            case CommitWork():
+                self._run_commit(work)
+            case Starved():
+                return self._relieve(work), True
+        return ended, not self._idle
+
+    def _plan(self) -> Work | None:
+        return (
+            self._maintenance.urgent() or self._scheduler.plan(self._clock_ns()) or self._maintenance.idle()
+        )
+
+    def _run(self, work: StepWork) -> list[Event]:
+        started = self._clock_ns()
+        try:
+            result = self._executor.run(work.plan)
+        except BaseException:
+            with self._lock:
+                self._scheduler.cancel(work)
+            raise
+        ran = self._clock_ns()
+        self._figures.execute_ns += ran - started
+        with self._lock:
+            self._scheduler.settle(work)
+            events = self._accept(work, result, ran)
+            self._maintenance.step_done()
+            self._release_dropped()
+        self._figures.count_step(work.plan.num_tokens, len(result.tokens))
+        self._figures.manager_ns += self._clock_ns() - ran
+        return events
+
+    def _accept(self, work: StepWork, result: StepResult, now_ns: int) -> list[Event]:
+        events: list[Event] = []
+        sampled = {token.handle: token for token in result.tokens}
+        for conversation in work.conversations:
+            turn = conversation.turn
+            assert turn is not None
+            token = sampled.get(conversation.handle)
+            if token is not None:
+                events += accept_token(conversation, token, self._eos, self._max_seq_len, now_ns)
+            elif conversation.num_pending(self._manager[conversation.handle].num_tokens) == 0:
+                turn.end_reason = "length"  # max_tokens 0: the prompt was all
+            if turn.end_reason is not None:
+                events += self._end_turn(conversation)
+        return events
+
+    def _end_turn(self, conversation: Conversation) -> list[Event]:
+        turn = conversation.turn
+        assert turn is not None
+        self._maintenance.turn_ended(conversation)
+        event = finish_event(conversation, turn, self._manager.stats(conversation.handle))
+        goes_on = (
+            conversation.conversation_id is not None
+            and not turn.request.end_conversation
+            and not conversation.end_requested
+        )
+        self._close_turn(conversation, keep_cache=goes_on)
+        if not goes_on:
+            self._remove(conversation)
+        return [event]
+
+    def _close_turn(self, conversation: Conversation, *, keep_cache: bool) -> None:
+        assert conversation.turn is not None
+        self._by_request.pop(conversation.turn.request.request_id)
+        conversation.turn = None
+        conversation.last_used_ns = self._clock_ns()
+        self._scheduler.finish(conversation, keep_cache=keep_cache)
+
+    def _run_probe(self, work: ProbeWork) -> None:
+        started = self._clock_ns()
+        done = False
+        try:
+            done = self._executor.probe(work.plan, self._arrivals.is_set)
+        finally:
+            with self._lock:
+                self._maintenance.settle_probe(work, done)
+                self._release(Freed(work.reservation.new_page_ids))
+        self._figures.count_probe(self._clock_ns() - started, done)
+
+    def _run_commit(self, work: CommitWork) -> None:
+        started = self._clock_ns()
+        line = self._executor.draw_line(work.plan)
+        try:
+            with self._lock:
+                reservation = self._manager.reserve_publish(work.plan, line)
+        except OutOfMemoryError:
+            with self._lock:
+                if not self._scheduler.drop_oldest_idle():
+                    self._maintenance.commit_failed()
+                self._release_dropped()
+            return
+        try:
+            result = self._executor.publish(reservation.plan)
+        except BaseException:
+            with self._lock:
+                self._manager.cancel_commit(reservation)
+            raise
+        with self._lock:
+            self._release(self._manager.settle_commit(reservation))
+        self._figures.count_commit(self._clock_ns() - started, result)
+
+    def _relieve(self, starved: Starved) -> list[Event]:
+        """Nobody could get pages: compress what can be, else the newest turn gives up its cache or is refused."""
+        with self._lock:
+            commit = self._maintenance.reclaim()
+            if commit is None and starved.alone:
+                return self._fail(starved.victim, starved.error)
+            if commit is None:
+                self._scheduler.preempt(starved.victim)
+                self._release_dropped()
+        if commit is not None:
+            self._run_commit(commit)
+        return []
+
+    def _fail(self, conversation: Conversation, error: Exception) -> list[Event]:
+        turn = conversation.turn
+        assert turn is not None
+        self._undo_turn(conversation)
+        return [ErrorEvent(turn.request.request_id, error)]
+
+    # Endings
+
+    def _reap(self) -> list[Event]:
+        """Cancelled turns and ended conversations, at a step boundary."""
+        events: list[Event] = []
+        for conversation in list(self._conversations.values()):
+            turn = conversation.turn
+            if turn is not None and turn.cancelled:
+                turn.end_reason = "cancelled"
+                events.append(finish_event(conversation, turn, self._manager.stats(conversation.handle)))
+                self._undo_turn(conversation)
+            elif turn is None and conversation.end_requested:
+                self._remove(conversation)
+        return events
+
+    def _undo_turn(self, conversation: Conversation) -> None:
+        """As if the turn had never come: its tokens go, and all of a conversation that began with it."""
+        turn = conversation.turn
+        assert turn is not None
+        first = turn.first_token
+        goes_on = first > 0 and not conversation.end_requested
+        self._close_turn(conversation, keep_cache=goes_on)
+        if not goes_on:
+            self._remove(conversation)
+            return
+        del conversation.tokens[first:]
+        self._manager[conversation.handle].unprotect_from(first)
+        freed = self._manager.truncate(conversation.handle, first)
+        if freed is None:
+            self._scheduler.drop_cache(conversation)
+            self._release_dropped()
+        else:
+            self._release(freed)
+        conversation.ended = turn.ended_before
+
+    def _open(self, conversation: Conversation) -> None:
+        if len(self._conversations) >= self._config.max_conversations:
+            self._end_oldest_idle()
+        self._next_handle += 1
+        self._manager.open(conversation.handle, conversation.policy)
+        self._conversations[conversation.handle] = conversation
+        if conversation.conversation_id is not None:
+            self._by_id[conversation.conversation_id] = conversation
+
+    def _end_oldest_idle(self) -> None:
+        oldest = next(iter(self._scheduler.idle.values()), None)
+        if oldest is None:
+            raise OutOfMemoryError(
+                f"conversations: all {self._config.max_conversations} places are taken by running turns; "
+                f"try again later or raise max_conversations"
+            )
+        self._retire(oldest)
+
+    def _retire(self, conversation: Conversation) -> None:
+        """From now on unknown to clients; freed at a step boundary, since a probe may be reading it."""
+        assert conversation.conversation_id is not None
+        self._by_id.pop(conversation.conversation_id, None)
+        self._scheduler.idle.pop(conversation.handle, None)
+        conversation.end_requested = True
+        self._wake()
+
+    def _remove(self, conversation: Conversation) -> None:
+        self._scheduler.idle.pop(conversation.handle, None)
+        self._conversations.pop(conversation.handle)
+        if conversation.conversation_id is not None and not conversation.end_requested:
+            self._by_id.pop(conversation.conversation_id)
+        self._release(self._manager.release(conversation.handle))
+
+    def _release(self, freed: Freed) -> None:
+        self._executor.release(freed.page_ids, freed.blocks)
+
+    def _release_dropped(self) -> None:
+        while self._scheduler.dropped:
+            self._release(self._scheduler.dropped.pop())

@@ -1,0 +1,97 @@
+"""What the engine counts about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.request import KvStats
+from runtime.step import PublishResult
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """A snapshot since start.
+
+    manager_time_ratio: (planning + settling + commits) / (those + the executor's time on rows); probes run in
+    spare time and are counted apart.
+    """
+
+    total_kv_bytes: int
+    full_kv_bytes: int
+    conversations: int
+    running: int
+    waiting: int
+    idle: bool
+    steps: int
+    tokens: int
+    generated_tokens: int
+    commits: int
+    probes: int
+    probes_interrupted: int
+    absorbed: int
+    dropped: int
+    manager_time_ms: float
+    execute_time_ms: float
+    commit_time_ms: float
+    probe_time_ms: float
+    manager_time_ratio: float
+
+
+@dataclass
+class Figures:
+    """Running sums; written by the engine's thread only."""
+
+    manager_ns: int = 0
+    execute_ns: int = 0
+    commit_ns: int = 0
+    probe_ns: int = 0
+    steps: int = 0
+    tokens: int = 0
+    generated: int = 0
+    commits: int = 0
+    probes: int = 0
+    probes_interrupted: int = 0
+    absorbed: int = 0
+    dropped: int = 0
+
+    def count_step(self, num_tokens: int, num_generated: int) -> None:
+        self.steps += 1
+        self.tokens += num_tokens
+        self.generated += num_generated
+
+    def count_probe(self, duration_ns: int, done: bool) -> None:
+        self.probe_ns += duration_ns
+        self.probes += done
+        self.probes_interrupted += not done
+
+    def count_commit(self, duration_ns: int, result: PublishResult) -> None:
+        self.commit_ns += duration_ns
+        self.commits += 1
+        self.absorbed += result.absorbed
+        self.dropped += result.dropped
+
+    def snapshot(self, kv: Sequence[KvStats], running: int, waiting: int, *, idle: bool) -> EngineStats:
+        managing = self.manager_ns + self.commit_ns
+        busy = managing + self.execute_ns
+        return EngineStats(
+            total_kv_bytes=sum(k.kv_bytes for k in kv),
+            full_kv_bytes=sum(k.kv_full_bytes for k in kv),
+            conversations=len(kv),
+            running=running,
+            waiting=waiting,
+            idle=idle,
+            steps=self.steps,
+            tokens=self.tokens,
+            generated_tokens=self.generated,
+            commits=self.commits,
+            probes=self.probes,
+            probes_interrupted=self.probes_interrupted,
+            absorbed=self.absorbed,
+            dropped=self.dropped,
+            manager_time_ms=self.manager_ns / 1e6,
+            execute_time_ms=self.execute_ns / 1e6,
+            commit_time_ms=self.commit_ns / 1e6,
+            probe_time_ms=self.probe_ns / 1e6,
+            manager_time_ratio=managing / busy if busy else 0.0,
+        )

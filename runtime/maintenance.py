@@ -1,0 +1,160 @@
+"""Decides when spans are probed and committed.
+
+Urgent work runs before the next step: a crossed watermark, the review every N steps, and commits at turn end of
+policies that need no probe. Idle work runs when no turn can: probes first, then the commit they were for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from runtime.conversation import Conversation
+from runtime.errors import OutOfMemoryError
+from runtime.kv_manager import KvManager, RowReservation
+from runtime.lifecycle import Event
+from runtime.step import LinePlan, ProbePlan
+
+# Tokens before a probed piece that are re-read with it, so that its first tokens have a context to be found by.
+LEAD_TOKENS = 8
+# A commit costs about a step; at the watermark it should free more than one page.
+WATERMARK_MIN_PAGES = 4
+
+
+@dataclass(frozen=True, eq=False)
+class ProbeWork:
+    plan: ProbePlan
+    reservation: RowReservation
+    span: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class CommitWork:
+    plan: LinePlan
+
+
+@dataclass(frozen=True)
+class ProbeSettings:
+    """prompt: tokens that ask the model to repeat the text.   max_tokens: of a span per probe."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    max_seq_len: int
+
+
+class Maintenance:
+    """Looks at all conversations; `conversations` is the engine's own table, by handle."""
+
+    def __init__(
+        self, manager: KvManager, conversations: Mapping[int, Conversation], probe: ProbeSettings, watermark: float
+    ) -> None:
+        self._manager = manager
+        self._conversations = conversations
+        self._probe = probe
+        self._watermark = watermark
+        self._num_steps = 0
+        self._blocked_at_bytes: int | None = None
+
+    def step_done(self) -> None:
+        """Counts engine steps for the review every N of them."""
+        self._num_steps += 1
+
+    def commit_failed(self) -> None:
+        """A commit found no room to write to: no more of them until somebody gives memory back."""
+        self._blocked_at_bytes = self._manager.budget.used_bytes
+
+    def turn_ended(self, conversation: Conversation) -> None:
+        """Freezes what the turn left behind the recent window."""
+        if conversation.policy.schedule.at_turn_end:
+            self._manager.stage(conversation.handle, Event.TURN_ENDED)
+
+    def urgent(self) -> CommitWork | None:
+        """A commit that should not wait for idle time."""
+        if self._manager.pressure >= self._watermark:
+            work = self.reclaim(WATERMARK_MIN_PAGES)
+            if work is not None:
+                return work
+        return self._first(c for c in self._conversations.values() if self._is_due(c))
+
+    def reclaim(self, min_pages: int = 1) -> CommitWork | None:
+        """Stages all it may and commits the conversation with most to give; None if none has `min_pages`."""
+        best: Conversation | None = None
+        best_staged = min_pages * self._manager.page_tokens - 1
+        for conversation in self._conversations.values():
+            if not conversation.policy.schedule.at_watermark:
+                continue
+            self._manager.stage(conversation.handle, Event.WATERMARK)
+            num_staged = self._manager[conversation.handle].num_staged
+            if num_staged > best_staged:
+                best, best_staged = conversation, num_staged
+        return self._first([best] if best else [])
+
+    def idle(self) -> ProbeWork | CommitWork | None:
+        """What to do with spare time. Conversations that run no turn, oldest first."""
+        for conversation in self._conversations.values():
+            if conversation.turn is not None or not conversation.policy.compresses:
+                continue
+            work = self._next_probe(conversation)
+            if work is not None:
+                return work
+            if conversation.policy.schedule.on_idle and self._manager[conversation.handle].num_staged:
+                commit = self._first([conversation])
+                if commit is not None:
+                    return commit
+        return None
+
+    def settle_probe(self, work: ProbeWork, done: bool) -> None:
+        """The span's piece was re-read, or the probe gave way and stays to be done."""
+        self._manager.settle_rows(work.reservation)
+        if done:
+            unprobed = self._manager[work.plan.handle].unprobed
+            start, end = unprobed[0]
+            assert start == work.span[0] and work.span[1] <= end
+            if work.span[1] == end:
+                unprobed.pop(0)
+            else:
+                unprobed[0] = (work.span[1], end)
+
+    def _is_due(self, conversation: Conversation) -> bool:
+        schedule = conversation.policy.schedule
+        num_staged = self._manager[conversation.handle].num_staged
+        if not num_staged:
+            return False
+        if schedule.at_turn_end and not conversation.policy.probe and conversation.turn is None:
+            return True
+        due = schedule.every_steps > 0 and self._num_steps % schedule.every_steps == 0
+        return due and num_staged >= schedule.span_tokens
+
+    def _first(self, conversations: Iterable[Conversation]) -> CommitWork | None:
+        if self._blocked_at_bytes is not None:
+            if self._manager.budget.used_bytes >= self._blocked_at_bytes:
+                return None
+            self._blocked_at_bytes = None
+        for conversation in conversations:
+            plan = self._manager.plan_commit(conversation.handle)
+            if plan is not None:
+                return CommitWork(plan)
+        return None
+
+    def _next_probe(self, conversation: Conversation) -> ProbeWork | None:
+        kv = self._manager[conversation.handle]
+        if not conversation.policy.probe or not kv.unprobed:
+            return None
+        start = kv.unprobed[0][0]
+        end = min(kv.unprobed[0][1], start + self._probe.max_tokens)
+        lead = min(LEAD_TOKENS, start)
+        token_ids = (*self._probe.prompt, *conversation.tokens[start - lead : end])
+        try:
+            reservation = self._manager.reserve_scratch(conversation.handle, len(token_ids))
+        except OutOfMemoryError:
+            return None  # no spare memory: the span is committed by `seen` alone
+        plan = ProbePlan(
+            handle=conversation.handle,
+            token_ids=token_ids,
+            # Beyond the model's range the re-read moves closer; its distances are a little short then.
+            first_position=max(0, min(kv.num_tokens, self._probe.max_seq_len - len(token_ids))),
+            slots=reservation.slots,
+            view=reservation.view,
+            first_scored_row=len(self._probe.prompt),
+        )
+        return ProbeWork(plan, reservation, (start, end))
