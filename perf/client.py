@@ -155,7 +155,10 @@ def infer(
     client = grpcclient.InferenceServerClient(url)
     try:
         client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer(MODEL_NAME, list(inputs), request_id=request_id)
+        try:
+            client.async_stream_infer(MODEL_NAME, list(inputs), request_id=request_id)
+        except InferenceServerException as error:  # the stream broke before: the callback knows why
+            answers.put((None, error))
         deadline = time.monotonic() + timeout_s
         while not done:
             try:

@@ -49,7 +49,7 @@ class Conversation:
 def load_conversation(path: Path) -> Conversation:
     """Raises RequestError that names the file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").rstrip("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"conversation {path}: cannot be read as text ({error}); pass a JSONL file") from error
     system: str | None = None

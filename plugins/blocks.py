@@ -25,7 +25,7 @@ def codes_field(raw: torch.Tensor, offset: int, layout: BlockLayout) -> torch.Te
     field = raw[:, offset : offset + layout.block_entries * layout.row_bytes]
     if not layout.quantized:
         field = field.view(VALUE_DTYPES[layout.format])
-    return field.unflatten(1, (layout.block_entries, -1))
+    return field.view(raw.shape[0], layout.block_entries, field.shape[1] // layout.block_entries)
 
 
 def unpack_codes(codes: torch.Tensor, layout: BlockLayout) -> torch.Tensor:

@@ -45,7 +45,7 @@ def _adjusts(spec: SampleSpec) -> bool:
 def _penalize(row: torch.Tensor, spec: SampleSpec) -> None:
     """logits[t] -= count(t) * frequency_penalty + (count(t) > 0) * presence_penalty, as OpenAI's API defines it."""
     if spec.history and (spec.frequency_penalty or spec.presence_penalty):
-        ids, counts = torch.tensor(spec.history, device=row.device).unique(return_counts=True)
+        ids, counts = torch.unique(torch.tensor(spec.history, device=row.device), return_counts=True)
         row[ids] -= counts * spec.frequency_penalty + spec.presence_penalty
     if spec.forbidden:
         row[list(spec.forbidden)] = -torch.inf
@@ -74,7 +74,7 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     picked = torch.searchsorted(cumulative, target, right=True)
     # Rounding may put the target on the very end: the last token that has any probability is the answer then.
     last = probs.shape[1] - 1 - (probs > 0).int().flip(-1).argmax(dim=-1, keepdim=True)
-    return torch.minimum(picked, last)[:, 0].tolist()  # type: ignore[no-any-return]
+    return torch.minimum(picked, last)[:, 0].tolist()
 
 
 def _column(values: list[float], device: torch.device) -> torch.Tensor:

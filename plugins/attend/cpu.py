@@ -157,10 +157,11 @@ def _attend_rows(
 
 def _top(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """weights [m, rows * group, n] -> largest over recorded rows and the group [m, n]."""
-    by_row = weights.unflatten(1, (recorded.shape[0], -1))
+    rows = recorded.shape[0]
+    by_row = weights.view(weights.shape[0], rows, weights.shape[1] // rows, weights.shape[2])
     if not bool(recorded.all()):
         by_row = by_row[:, recorded]
-    return by_row.amax(dim=(1, 2))
+    return torch.amax(by_row, dim=(1, 2))
 
 
 def _raise_scores(

@@ -26,7 +26,9 @@ def nearest_kept(
         return keys.new_zeros(shape, dtype=torch.int64), keys.new_zeros(shape, dtype=torch.bool)
     square = torch.where(allowed, kept.square().sum(dim=1), torch.inf)
     rows = max(1, TILE_DISTANCES // kept.shape[0])
-    nearest = torch.cat([torch.addmm(square, tile, kept.T, alpha=-2.0).argmin(dim=1) for tile in keys.split(rows)])
+    nearest = torch.cat(
+        [torch.addmm(square, tile, kept.T, alpha=-2.0).argmin(dim=1) for tile in torch.split(keys, rows)]
+    )
     distance = (keys - kept[nearest]).norm(dim=1)
     return nearest, (distance < gate * keys.norm(dim=1)) & allowed[nearest]
 

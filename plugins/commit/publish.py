@@ -145,7 +145,7 @@ def _absorb_row(
         kept = replace(kept, values=values, bias=bias)
     rewrite = None
     if not bool(in_new.all()):
-        places, target = (target[~in_new] - num_kept).unique(return_inverse=True)
+        places, target = torch.unique(target[~in_new] - num_kept, return_inverse=True)
         where = (staying[block[places]], offset[places])
         rewrite = _rewrite(memory, where, taken[~in_new], target)
     return RowOutcome(kept, rewrite, absorbed, dropped)
