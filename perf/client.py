@@ -20,6 +20,8 @@ from tritonclient.utils import InferenceServerException
 from perf.server import MODEL_NAME
 from runtime.errors import CommitKVError
 
+STREAM_ERROR_WAIT_S = 5.0
+
 _NUMPY: Mapping[str, Any] = {
     "BYTES": np.object_,
     "BOOL": np.bool_,
@@ -157,8 +159,11 @@ def infer(
         client.start_stream(lambda result, error: answers.put((result, error)))
         try:
             client.async_stream_infer(MODEL_NAME, list(inputs), request_id=request_id)
-        except InferenceServerException as error:  # the stream broke before: the callback knows why
-            answers.put((None, error))
+        except InferenceServerException as error:  # the stream broke before, and the callback is told why
+            try:
+                answers.put(answers.get(timeout=STREAM_ERROR_WAIT_S))
+            except queue.Empty:
+                answers.put((None, error))
         deadline = time.monotonic() + timeout_s
         while not done:
             try:

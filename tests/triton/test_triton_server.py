@@ -1,0 +1,260 @@
+"""A real client talks to a real Triton server."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpcclient
+
+from perf.client import (
+    Chat,
+    ServerUnreachableError,
+    TurnError,
+    TurnOptions,
+    TurnResult,
+    engine_stats,
+    infer,
+    server_version,
+    tensor,
+    wait_idle,
+)
+from perf.server import ServerOptions, ServerStartError, TritonServer
+
+pytestmark = pytest.mark.triton
+
+LONG = TurnOptions(max_tokens=1500)
+
+
+def options_for(engine_dir: Path, **changes: Any) -> ServerOptions:
+    parameters = {"engine_dir": str(engine_dir), "kv_memory_bytes": str(64 << 20), "num_threads": "1"}
+    return ServerOptions(parameters=parameters, **changes)
+
+
+def post(server: TritonServer, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
+    request = urllib.request.Request(
+        f"http://{server.http_url}/v2/models/tensorrt_llm/{path}",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+class BackgroundTurn:
+    """A turn in a thread; `started` is set by its first piece."""
+
+    def __init__(self, chat: Chat, options: TurnOptions = LONG) -> None:
+        self.started = threading.Event()
+        self.leave = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._future = self._pool.submit(chat.turn, "a long story", options, self._on_text)
+        assert self.started.wait(60)
+
+    def _on_text(self, _: str) -> None:
+        self.started.set()
+        if self.leave.is_set():
+            raise ConnectionAbortedError
+
+    def result(self) -> TurnResult:
+        try:
+            return self._future.result(120)
+        finally:
+            self._pool.shutdown()
+
+
+def wait_until_no_turn_runs(url: str) -> None:
+    deadline = time.monotonic() + 10
+    while engine_stats(url)["engine"]["running"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine_stats(url)["engine"]["running"] == 0
+
+
+def test_streaming_gives_pieces_and_counts(url: str) -> None:
+    with Chat(url, "streaming", policy="full") as chat:
+        seen: list[str] = []
+        result = chat.turn("hello", TurnOptions(max_tokens=20, logprob=True), seen.append)
+        assert result.text == "".join(seen) and len(seen) > 1
+        assert result.finish_reason == "length" and result.generated_tokens == 20
+        assert result.kv.kv_bytes > 0 and result.kv.active > 20
+        assert result.cumulative_logprob is not None and result.cumulative_logprob < 0
+        assert result.ms_per_token is not None and result.ms_per_token > 0
+        second = chat.turn("and again", TurnOptions(max_tokens=5))
+        assert second.stats["turn"]["reused_tokens"] > 20
+        assert second.kv.active > result.kv.active
+
+
+def test_one_response_equals_the_stream(url: str) -> None:
+    inputs = [tensor("text_input", "once upon a time"), tensor("sampling_param_max_tokens", 12)]
+    whole = infer(url, inputs)
+    pieces = infer(url, [*inputs, tensor("streaming", True)])
+    assert len(whole) == 1 and len(pieces) > 2
+    texts = [b"".join(r.as_numpy("text_output")).decode() for r in pieces]
+    assert whole[0].as_numpy("text_output")[0].decode() == "".join(texts)
+
+
+def test_input_is_part_of_the_output_on_request(url: str) -> None:
+    shown = tensor("sampling_param_return_perf_metrics", False)
+    inputs = [tensor("text_input", "once"), tensor("sampling_param_max_tokens", 3), shown]
+    exclude = grpcclient.InferInput("sampling_param_exclude_input_from_output", [1], "BOOL")
+    exclude.set_data_from_numpy(np.array([False]))
+    [plain], [full] = infer(url, inputs), infer(url, [*inputs, exclude])
+    assert full.as_numpy("text_output")[0] == b"once" + plain.as_numpy("text_output")[0]
+
+
+def test_same_seed_same_text(url: str) -> None:
+    def sample(seed: int) -> str:
+        with Chat(url, f"seed-{seed}") as chat:
+            return chat.turn("x", TurnOptions(max_tokens=16, temperature=1.0, seed=seed)).text
+
+    assert sample(1) == sample(1)
+    assert len({sample(seed) for seed in range(4)}) > 1
+
+
+def test_two_conversations_at_once_answer_as_alone(url: str) -> None:
+    def talk(name: str) -> list[str]:
+        with Chat(url, name, policy="full") as chat:
+            return [chat.turn(f"{name[0]} turn {i}", TurnOptions(max_tokens=24)).text for i in range(3)]
+
+    alone = [talk("a-alone"), talk("b-alone")]
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(talk, ["a-together", "b-together"]))
+    assert together == alone
+
+
+def test_commitkv_shrinks_a_long_conversation(url: str) -> None:
+    with Chat(url, "shrinks", policy="commitkv") as chat:
+        for number in range(3):
+            result = chat.turn(f"{number} " + "some words to remember " * 25, TurnOptions(max_tokens=8))
+        wait_idle(url, 60)
+        kv, report = chat.state()
+        assert result.kv.kv_full_bytes == kv.kv_full_bytes
+        assert kv.committed > 0 and kv.evicted > 0 and kv.share < 0.8
+        assert report["conversation"]["peak_kv_bytes"] >= kv.kv_bytes
+        assert report["engine"]["commits"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "part"),
+    [
+        ([tensor("text_input", "")], "text_input: got empty text"),
+        ([], "text_input: got no tensor"),
+        ([tensor("text_input", b"\xff\xfe")], "text_input: got bytes that are not UTF-8"),
+        ([tensor("text_input", "x" * 5000)], "text_input: 5000 tokens"),
+        ([tensor("text_input", ["a", "b"])], r"text_input: got shape \[2\]"),
+        ([tensor("text_input", "x"), tensor("kv_policy", "nonsense")], "nonsense"),
+        ([tensor("text_input", "x"), tensor("sampling_param_max_tokens", -1)], "sampling_param_max_tokens: got -1"),
+        ([tensor("text_input", "x"), tensor("sampling_param_max_tokens", 1.0, "FP32")], "sampling_param_max_tokens"),
+        ([tensor("text_input", "x"), tensor("sampling_param_temperature", -1.0)], "sampling_param_temperature"),
+        ([tensor("text_input", "x"), tensor("protect", [[0, 2]])], r"protect: got \[0, 2\)"),
+        ([tensor("conversation_id", "none"), tensor("conversation_end", True)], "conversation_id: got 'none'"),
+        ([tensor("conversation_id", "none"), tensor("stats", True)], "conversation_id: got 'none'"),
+    ],
+)
+def test_bad_requests_get_our_text(url: str, inputs: list[grpcclient.InferInput], part: str) -> None:
+    with pytest.raises(TurnError, match=part):
+        infer(url, inputs)
+    [answer] = infer(url, [tensor("text_input", "still there"), tensor("sampling_param_max_tokens", 1)])
+    assert answer.as_numpy("kv_bytes")[0] > 0
+
+
+def test_a_second_turn_while_one_runs_is_refused(url: str) -> None:
+    with Chat(url, "busy") as chat:
+        running = BackgroundTurn(chat, TurnOptions(max_tokens=400))
+        with pytest.raises(TurnError, match="still running a turn"):
+            Chat(url, "busy").turn("me too")
+        assert running.result().generated_tokens == 400
+
+
+def test_a_client_that_leaves_frees_its_turn(url: str) -> None:
+    chat = Chat(url, "leaver")
+    running = BackgroundTurn(chat)
+    assert engine_stats(url)["engine"]["running"] == 1
+    running.leave.set()
+    with pytest.raises(ConnectionAbortedError):
+        running.result()
+    wait_until_no_turn_runs(url)
+    with pytest.raises(TurnError, match="leaver"):
+        chat.state()
+
+
+def test_stop_ends_a_turn_by_its_id(url: str) -> None:
+    with Chat(url, "stopped") as chat:
+        running = BackgroundTurn(chat)
+        infer(url, [tensor("stop", True)], request_id="stopped/0")
+        result = running.result()
+    assert result.finish_reason == "cancelled" and 0 < len(result.pieces) < 1500
+    with pytest.raises(TurnError, match="stop: no request"):
+        infer(url, [tensor("stop", True)], request_id="stopped/0")
+
+
+def test_memory_goes_back_to_zero(url: str) -> None:
+    with Chat(url, "short-lived") as chat:
+        chat.turn("hello", TurnOptions(max_tokens=4))
+        assert engine_stats(url)["engine"]["total_kv_bytes"] > 0
+    wait_idle(url, 10)
+    stats = engine_stats(url)["engine"]
+    assert (stats["conversations"], stats["total_kv_bytes"]) == (0, 0)
+
+
+def test_http_generate_answers_once(server: TritonServer) -> None:
+    body = {"text_input": "hello", "sampling_param_max_tokens": 6, "return_finish_reason": True}
+    status, text = post(server, "generate", body)
+    answer = json.loads(text)
+    assert status == 200 and answer["text_output"] and answer["finish_reason"] == "length"
+    assert len(answer["kv_state_tokens"]) == 4
+    status, text = post(server, "generate", {"text_input": "hello", "sampling_param_top_p": 2.0})
+    assert status == 400 and "sampling_param_top_p: got 2.0" in json.loads(text)["error"]
+
+
+def test_http_generate_stream_sends_events(server: TritonServer) -> None:
+    body = {"text_input": "hello", "streaming": True, "sampling_param_max_tokens": 6}
+    status, text = post(server, "generate_stream", body)
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+    assert status == 200 and len(events) > 2 and "kv_bytes" in events[-1]
+    _, whole = post(server, "generate", body | {"streaming": False})
+    assert "".join(event["text_output"] for event in events) == json.loads(whole)["text_output"]
+
+
+def test_restart_and_sigterm(engine_dir: Path) -> None:
+    """A stop lets the running turn finish; the next start serves again, on the same port."""
+    first = TritonServer(options_for(engine_dir, grace_s=30.0)).start()
+    try:
+        running = BackgroundTurn(Chat(first.grpc_url, "last"), TurnOptions(max_tokens=300))
+        first.stop()
+        result = running.result()
+    finally:
+        first.stop(grace_s=0.0)
+    assert first.returncode == 0
+    assert (result.finish_reason, result.generated_tokens) == ("length", 300)
+    with pytest.raises(ServerUnreachableError):
+        Chat(first.grpc_url, "nobody").turn("x")
+    with TritonServer(options_for(engine_dir, grace_s=1.0, grpc_port=first.ports["grpc"])) as second:
+        assert second.grpc_url == first.grpc_url
+        assert server_version(second.grpc_url) == "2.51.0"
+        assert Chat(second.grpc_url, "again").turn("x", TurnOptions(max_tokens=3)).generated_tokens == 3
+    assert not list(Path("/dev/shm").glob(f"{second._prefix}*"))
+
+
+def test_a_damaged_engine_is_refused_with_the_reason(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ServerStartError, match="manifest"):
+        TritonServer(options_for(tmp_path)).start()
+
+
+def test_an_unknown_model_parameter_is_refused(engine_dir: Path) -> None:
+    options = ServerOptions(parameters={"engine_dir": str(engine_dir), "kv_memory": "1"})
+    with pytest.raises(ServerStartError, match="model parameter kv_memory: unknown"):
+        TritonServer(options).start()
