@@ -27,7 +27,7 @@ from builder.plan_report import memory_report, parse_bytes  # noqa: E402
 from builder.weights.checkpoint import Checkpoint, parse_tokenizer  # noqa: E402
 from builder.weights.detect import read_checkpoint  # noqa: E402
 from runtime import manifest  # noqa: E402
-from runtime.config import DTYPE_BYTES, EngineLimits  # noqa: E402
+from runtime.config import DTYPE_BYTES, DType, EngineLimits  # noqa: E402
 from runtime.errors import CheckpointError, CommitKVError, ConfigError, ManifestError  # noqa: E402
 from runtime.manifest import EngineFile, Manifest, SourceModel, TokenInfo  # noqa: E402
 from runtime.policy.registry import ALL_POLICIES, get_policy  # noqa: E402
@@ -39,28 +39,43 @@ TARGETS = ("cpu", "trt", "trt-rtx")
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; every option has a default."""
     parser = argparse.ArgumentParser(prog="build.py", description="Build an engine directory from a model.")
-    parser.add_argument("--model", type=Path, help="GGUF file, Hugging Face directory, or TensorRT-LLM <= 1.2 "
-                        "checkpoint directory (default: SmolLM2-135M-Instruct, fetched once)")  # fmt: skip
-    parser.add_argument("--tokenizer", type=Path, help="directory with tokenizer.json, instead of the model's own")
-    parser.add_argument("--target", choices=TARGETS, default="cpu",
-                        help="what the engine runs on (trt and trt-rtx do not work yet)")  # fmt: skip
-    parser.add_argument("--dtype", choices=("auto", *DTYPE_BYTES), default="auto",
-                        help="weights and activations (auto: bf16 where the CPU multiplies it natively, else fp32)")  # fmt: skip
-    parser.add_argument("--kv-dtype", choices=tuple(DTYPE_BYTES), help="active pages (default: as --dtype)")
-    parser.add_argument("--max-batch-size", type=int, default=EngineLimits.max_batch_size,
-                        help="sequences in one step (default %(default)s)")  # fmt: skip
-    parser.add_argument("--max-seq-len", type=int,
-                        help=f"tokens of a conversation (default: the model's context, at most {DEFAULT_SEQ_LEN})")  # fmt: skip
-    parser.add_argument("--page-tokens", type=int, default=EngineLimits.page_tokens,
-                        help="tokens of a page (default %(default)s)")  # fmt: skip
-    parser.add_argument("--block-entries", type=int, default=EngineLimits.block_entries,
-                        help="entries of a committed block (default %(default)s)")  # fmt: skip
-    parser.add_argument("--policy", default=EngineLimits.policy,
-                        help=f"default policy: {', '.join(ALL_POLICIES)} (default %(default)s)")  # fmt: skip
-    parser.add_argument("--output", type=Path, help="engine directory (default: engines/<model name>)")
-    parser.add_argument("--dry-run", action="store_true", help="print the memory plan and write nothing")
-    parser.add_argument("--kv-memory", default="1GiB", help="KV budget of the memory plan (default %(default)s)")
-    parser.add_argument("--force", action="store_true", help="build even if the engine is up to date")
+    add = parser.add_argument
+    add(
+        "--model",
+        type=Path,
+        help="GGUF file, Hugging Face directory, or TensorRT-LLM <= 1.2 checkpoint directory "
+        "(default: SmolLM2-135M-Instruct, fetched once)",
+    )
+    add("--tokenizer", type=Path, help="directory with tokenizer.json, instead of the model's own")
+    add("--target", choices=TARGETS, default="cpu", help="what runs the engine (trt and trt-rtx do not work yet)")
+    add(
+        "--dtype",
+        choices=("auto", *DTYPE_BYTES),
+        default="auto",
+        help="weights and activations (auto: bf16 where the CPU multiplies it natively, else fp32)",
+    )
+    add("--kv-dtype", choices=tuple(DTYPE_BYTES), help="active pages (default: as --dtype)")
+    for name, text in (
+        ("max_batch_size", "sequences in one step"),
+        ("page_tokens", "tokens of a page"),
+        ("block_entries", "entries of a committed block"),
+    ):
+        default = getattr(EngineLimits, name)
+        add(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text} (default %(default)s)")
+    add(
+        "--max-seq-len",
+        type=int,
+        help=f"tokens of a conversation (default: the model's context, at most {DEFAULT_SEQ_LEN})",
+    )
+    add(
+        "--policy",
+        default=EngineLimits.policy,
+        help=f"default policy: {', '.join(ALL_POLICIES)} (default %(default)s)",
+    )
+    add("--output", type=Path, help="engine directory (default: engines/<model name>)")
+    add("--dry-run", action="store_true", help="print the memory plan and write nothing")
+    add("--kv-memory", default="1GiB", help="KV budget of the memory plan (default %(default)s)")
+    add("--force", action="store_true", help="build even if the engine is up to date")
     return parser.parse_args(argv)
 
 
@@ -79,7 +94,7 @@ def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimit
             f"{checkpoint.spec.name}: attention slides over {window} tokens, expected no window shorter than the "
             f"engine's {length}; pass --max-seq-len {window} or less, up to which the answers are exact"
         )
-    dtype = args.dtype if args.dtype != "auto" else ("bf16" if has_fast_bf16() else "fp32")
+    dtype: DType = args.dtype if args.dtype != "auto" else ("bf16" if has_fast_bf16() else "fp32")
     get_policy(args.policy)
     return EngineLimits(
         dtype=dtype,

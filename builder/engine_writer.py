@@ -113,7 +113,7 @@ def _write_weights(checkpoint: Checkpoint, dtype: str, path: Path) -> EngineFile
         _put(stream, digest.update, len(text).to_bytes(8, "little") + text)
         for recipe in recipes:
             data = _convert(recipe, checkpoint.tensors, torch.float32 if recipe.is_norm else TORCH_DTYPE[dtype])
-            _put(stream, digest.update, memoryview(data.view(torch.uint8).numpy().reshape(-1)))
+            _put(stream, digest.update, data.view(torch.uint8).numpy().reshape(-1).data)
             bar.update(data.numel() * data.itemsize)
         stream.flush()
         os.fsync(stream.fileno())

@@ -39,7 +39,8 @@ def memory_report(model: ModelSpec, limits: EngineLimits, kv_memory_bytes: int) 
         per_token = committed_token_bytes(model, limits, policy)
         mark = " (default)" if policy.name == limits.policy else ""
         lines.append(
-            f"  {policy.name:<20}{per_token:>16,.0f}{_size(held):>18}{held / full:>9.2f}{kv_memory_bytes // held:>15,}{mark}"
+            f"  {policy.name:<20}{per_token:>16,.0f}{_size(held):>18}{held / full:>9.2f}"
+            f"{kv_memory_bytes // held:>15,}{mark}"
         )
     return "\n".join(lines)
 

@@ -80,6 +80,11 @@ class Manifest:
     def has_file(self, name: str) -> bool:
         return any(file.name == name for file in self.files)
 
+    @property
+    def end_tokens(self) -> tuple[str, ...]:
+        """Texts of the special tokens that end an answer, for `ChatFormat`."""
+        return tuple(text for text, index in self.tokens.special_tokens if index in self.model.eos_token_ids)
+
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's content as hex."""

@@ -43,10 +43,11 @@ _LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_LLAMA3_DEFAULTS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
+# Parameters that every published Llama 3.x model uses; only `factor` differs.
+_LLAMA3 = RopeSpec(theta=0.0, kind="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192)
 
 
-class _BoundedReader(GGUFReader):  # type: ignore[misc]
+class _BoundedReader(GGUFReader):
     """Refuses to read past the end, where the plain reader returns empty arrays and can loop without end."""
 
     def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
@@ -74,7 +75,7 @@ class GgufTensors:
             data = dequantize(tensor.data, tensor.tensor_type)
         except (NotImplementedError, ValueError) as error:
             raise CheckpointError(
-                f"{self._path}: tensor {tensor.name} of type {tensor.tensor_type.name} cannot be dequantized ({error}); "
+                f"{self._path}: tensor {tensor.name}, {tensor.tensor_type.name}, cannot be dequantized ({error}); "
                 f"use a GGUF file in F32, F16, BF16, Q8_0, Q4 to Q6 or their K forms"
             ) from error
         weight = torch.from_numpy(np.array(data, dtype=np.float32))
@@ -207,11 +208,12 @@ def _rope(metadata: Mapping[str, Any], reader: GGUFReader, path: Path, shape: tu
 
 def _llama3_rope(rope: RopeSpec, factors: np.ndarray[Any, Any], path: Path, head_dim: int) -> RopeSpec:
     """GGUF keeps only the resulting divisor of each frequency; find Llama 3's parameters again and compare."""
-    candidate = replace(rope, kind="llama3", factor=float(factors.max(initial=1.0)), **_LLAMA3_DEFAULTS)
+    candidate = replace(_LLAMA3, theta=rope.theta, factor=float(factors.max(initial=1.0)))
     plain, scaled = inverse_frequencies(rope, head_dim), inverse_frequencies(candidate, head_dim)
     if len(factors) != head_dim // 2 or not np.allclose((plain / scaled).numpy(), factors, rtol=1e-3):
         raise CheckpointError(
             f"{path}: rope_freqs.weight is not Llama 3's scaling with its published parameters "
-            f"({_LLAMA3_DEFAULTS}); convert from the Hugging Face directory instead"
+            f"(low_freq_factor 1, high_freq_factor 4, original context 8192); "
+            f"build from the Hugging Face directory instead"
         )
     return candidate
