@@ -11,8 +11,7 @@ from typing import Protocol
 
 import torch
 
-from plugins.append.cpu import append as append_tokens
-from plugins.append.params import AppendParams
+from plugins.append.cpu import AppendTables, append_layer, prepare
 from plugins.attend.params import AttendParams, AttendTables
 from plugins.commit.line import draw_line
 from plugins.commit.params import CommitMemory, Decision, LineParams, PublishParams, RowTable
@@ -92,10 +91,13 @@ class _PagedStep:
     def __init__(self, storage: KvStorage, attend: AttendForm, slots: torch.Tensor, groups: list[_Group]) -> None:
         self._storage, self._attend, self._slots, self._groups = storage, attend, slots, groups
         self._scale = storage.spec.head_dim**-0.5
+        self._append_tables: AppendTables | None = None
 
     def append(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> torch.Tensor:
         pages, seen = self._storage.pages[layer], self._storage.seen[layer]
-        return append_tokens(AppendParams(q, k, v, *rotary, self._slots, pages, seen))
+        if self._append_tables is None:  # the same for every layer of a step
+            self._append_tables = prepare(self._slots, rotary, pages)
+        return append_layer((q, k, v), self._append_tables, pages, seen)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q)

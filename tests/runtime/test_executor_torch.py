@@ -323,6 +323,19 @@ def test_publish_needs_the_line_just_before_it(bench: Bench) -> None:
         bench.executor.publish(PublishPlan(plan, int32(), c.blocks, int32()))
 
 
+def test_moved_tokens_answer_from_their_new_slots(bench: Bench) -> None:
+    tokens, c = tokens_of(9, 40), conversation(0)
+    bench.run(c.plan(tokens[:30]))
+    size, fresh = LIMITS.page_tokens, c.pages[10]
+    plan = LinePlan(0, int32(), c.blocks, 0, CommitRules())
+    bench.executor.draw_line(plan)
+    to = int32(range(fresh * size, (fresh + 1) * size))
+    bench.executor.publish(PublishPlan(plan, int32(), empty_table(), int32(), int32(c.slots[:size]), to))
+    bench.executor.release(int32([c.pages[0]]), None)
+    c.pages[0], c.pages[10] = c.pages[10], c.pages[0]
+    close(bench.run(c.plan(tokens[30:], GREEDY))[0], dense_logits(bench, tokens))
+
+
 def test_plan_arrays_are_not_changed(bench: Bench) -> None:
     c = conversation(0)
     plan = c.plan(tokens_of(1, 20), GREEDY)
