@@ -24,18 +24,18 @@ template <int Format> COMMITKV_INLINE vf codes(const uint8_t *row, int64_t i, in
 }
 
 COMMITKV_INLINE void prefetch(const uint8_t *from, int64_t num_bytes) {
-  for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i);
+  for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 // logits[h][j] = start[h] summed + query[h] . K row j, for Heads query vectors and the run's rows, four rows at a time
 // (up to three logits beyond the run are overwritten with copies of its last).
 template <int Format, int Vectors, int Heads>
-static void dot_run(const Run &run, const float *query, const float *start, int64_t dim, float *logits, int64_t stride) {
+static void dot_run(const Run &run, const Run *next, const float *query, const float *start, int64_t dim, float *logits, int64_t stride) {
   const int64_t vectors = Vectors ? Vectors : dim / W, row_bytes = code_row_bytes(Format, dim);
   for (int32_t j = 0; j < run.count; j += 4) {
     const uint8_t *rows[4];
     for (int32_t t = 0; t < 4; ++t) rows[t] = run.k + (j + t < run.count ? j + t : run.count - 1) * row_bytes;
-    prefetch(rows[0] + (run.v - run.k), 4 * row_bytes);
+    if (next) prefetch(next->k + j * row_bytes, 4 * row_bytes);
     vf acc[4][Heads];
     for (int h = 0; h < Heads; ++h) {
       acc[0][h] = acc[1][h] = acc[2][h] = acc[3][h] = load(start + h * W);
@@ -74,7 +74,7 @@ static void weigh_tile(const Tile &tile, const Tile &next, int64_t first, const 
     const float *weights = w.logits + m * w.logit_stride + run.first;
     for (int32_t j = 0; j < run.count; ++j) {
       const uint8_t *row = run.v + j * row_bytes;
-      if (ahead) prefetch(next.runs[r].k + j * row_bytes, row_bytes);
+      if (ahead) prefetch(next.runs[r].v + j * row_bytes, row_bytes);
       vf v[Lanes];
 #pragma GCC unroll 4
       for (int i = 0; i < Lanes; ++i) v[i] = codes<Format>(row, first + i, w.dim);
@@ -100,12 +100,12 @@ static void weigh_heads(const Tile &tile, const Tile &next, const Work &w, int64
 }
 
 template <int Format, int Heads>
-static void dot_heads(const Run &run, const float *query, const float *start, const Work &w, int64_t m) {
+static void dot_heads(const Run &run, const Run *next, const float *query, const float *start, const Work &w, int64_t m) {
   float *logits = w.logits + m * w.logit_stride + run.first;
   const float *q = query + m * w.dim, *s = start + m * W;
-  if (w.dim == 4 * W) return dot_run<Format, 4, Heads>(run, q, s, w.dim, logits, w.logit_stride);
-  if (w.dim == 8 * W) return dot_run<Format, 8, Heads>(run, q, s, w.dim, logits, w.logit_stride);
-  dot_run<Format, 0, Heads>(run, q, s, w.dim, logits, w.logit_stride);
+  if (w.dim == 4 * W) return dot_run<Format, 4, Heads>(run, m == 0 ? next : nullptr, q, s, w.dim, logits, w.logit_stride);
+  if (w.dim == 8 * W) return dot_run<Format, 8, Heads>(run, m == 0 ? next : nullptr, q, s, w.dim, logits, w.logit_stride);
+  dot_run<Format, 0, Heads>(run, m == 0 ? next : nullptr, q, s, w.dim, logits, w.logit_stride);
 }
 
 // Calls f.template at<Heads>(m) over all query vectors, HEADS at a time and the rest together.
@@ -120,9 +120,10 @@ template <typename F> COMMITKV_INLINE void by_heads(int64_t vectors, const F &f)
 
 template <int Format> struct DotRun {
   const Run &run;
+  const Run *next;
   const float *query, *start;
   const Work &w;
-  template <int Heads> void at(int64_t m) const { dot_heads<Format, Heads>(run, query, start, w, m); }
+  template <int Heads> void at(int64_t m) const { dot_heads<Format, Heads>(run, next, query, start, w, m); }
 };
 
 template <int Format> struct WeighTile {
@@ -156,8 +157,8 @@ static void fold_scales(const Args &a, const Run &run, const Work &w, DotRoom &r
 }
 
 // weights[h][j] *= scale_j; added[h] = sum_j weights[h][j] * min_j with the weights as they were.
-static void fold_weights(const Args &a, const Tile &tile, const Work &w, DotRoom &room) {
-  float scale[TILE + 16] = {}, minimum[TILE + 16] = {};
+static void fold_weights(const Args &a, const Tile &tile, const Work &w, float *added) {
+  float scale[WIDE_TILE + 16] = {}, minimum[WIDE_TILE + 16] = {};
   for (int32_t r = 0; r < tile.num_runs; ++r) {
     const Run &run = tile.runs[r];
     widen_f16(halves(run.block, a.v_scale) + run.entry, run.count, scale + run.first);
@@ -171,7 +172,7 @@ static void fold_weights(const Args &a, const Tile &tile, const Work &w, DotRoom
       sum = fma(x, load(minimum + j), sum);
       store(weights + j, x * load(scale + j));
     }
-    room.added[m] = hsum(sum);
+    added[m] = hsum(sum);
   }
 }
 
@@ -181,12 +182,12 @@ static void dot_tile(const Plan &plan, const Item &item, const List &list, const
   constexpr bool quantized = Format == I8 || Format == I4;
   for (int32_t r = 0; r < tile.num_runs; ++r) {
     if (quantized) fold_scales(plan.args, tile.runs[r], w, room);
-    by_heads(w.vectors, DotRun<Format>{tile.runs[r], quantized ? room.folded : w.query,
+    by_heads(w.vectors, DotRun<Format>{tile.runs[r], r < next.num_runs ? next.runs + r : nullptr, quantized ? room.folded : w.query,
                                        quantized ? room.start : room.zeros, w});
   }
   finish_logits(plan, item, list, tile, w);
   running_softmax(tile, w);
-  if (quantized) fold_weights(plan.args, tile, w, room);
+  if (quantized) fold_weights(plan.args, tile, w, room.added);
   by_heads(w.vectors, WeighTile<Format>{tile, next, w, room.added});
   if (quantized) std::memset(room.added, 0, sizeof(room.added));
 }

@@ -4,6 +4,7 @@
 // not depend on the number of threads.
 #include "cpu_wide.hpp"
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
+#define COMMITKV_AMX
 #include "cpu_amx.hpp"
 #endif
 
@@ -53,7 +54,7 @@ static Work make_work(const Plan &plan, const Item &item, bool dot, char *&scrat
   w.vectors = int64_t(item.rows) * a.group;
   w.dim = a.head_dim;
   w.query_stride = dot ? a.head_dim : round_up(a.head_dim, 32);
-  w.logit_stride = dot ? TILE + 16 : WIDE_TILE;
+  w.logit_stride = dot ? TILE + 16 : WIDE_TILE + 32;
   const int64_t padded = round_up(w.vectors, 16);
   w.query = take<float>(scratch, padded * w.query_stride);
   w.sums = take<float>(scratch, padded * w.query_stride);
@@ -97,8 +98,7 @@ static void run_dot(const Plan &plan, const Item &item, const List &list, Work &
   }
 }
 
-static void run_wide(const Plan &plan, const Item &item, const List &list, Work &w, char *scratch) {
-  const Args &a = plan.args;
+static WideRoom make_wide_room(const Work &w, char *&scratch) {
   WideRoom room;
   room.k = take<float>(scratch, w.query_stride * WIDE_TILE);
   room.v = take<float>(scratch, w.query_stride * WIDE_TILE);
@@ -107,26 +107,92 @@ static void run_wide(const Plan &plan, const Item &item, const List &list, Work 
   room.minimum = take<float>(scratch, w.dim);
   std::memset(room.rows, 0, w.query_stride * 32 * 4);
   std::memset(room.v, 0, w.query_stride * WIDE_TILE * 4);
+  return room;
+}
+
+static void wide_tile_of(const Plan &plan, const Item &item, const List &list, const Tile &tile, Work &w,
+                         const WideRoom &room) {
+  switch (tile.pages ? plan.args.page_dtype : plan.args.block_format) {
+    case F32: return wide_tile<F32>(plan, item, list, tile, w, room);
+    case BF16: return wide_tile<BF16>(plan, item, list, tile, w, room);
+    case F16: return wide_tile<F16>(plan, item, list, tile, w, room);
+    case I8: return wide_tile<I8>(plan, item, list, tile, w, room);
+    default: return wide_tile<I4>(plan, item, list, tile, w, room);
+  }
+}
+
+// Whether no row of the item sees this tile or, pages being in order, any later one; what is recorded of them is -inf.
+static bool all_hidden(const Plan &plan, const Item &item, const List &list, const Tile &tile, const Work &w) {
+  if (!tile.pages || visible(plan, item, list, tile, item.rows - 1) > 0) return false;
+  for (int64_t m = 0; w.kept && m < item.recorded; ++m) {
+    for (int64_t j = tile.offset; j < item.tokens; ++j) w.kept[m * w.kept_stride + j] = NEG_INF;
+  }
+  return true;
+}
+
+static void run_wide(const Plan &plan, const Item &item, const List &list, Work &w, char *scratch) {
+  const WideRoom room = make_wide_room(w, scratch);
   Tile tile;
   Cursor at = {item.first_segment, 0, item.position, 0};
   while (next_tile(plan, item, at, tile, WIDE_TILE)) {
-    if (tile.pages && visible(plan, item, list, tile, item.rows - 1) <= 0) {
-      if (w.kept) {
-        for (int64_t m = 0; m < item.recorded; ++m) {
-          for (int64_t j = tile.offset; j < item.tokens; ++j) w.kept[m * w.kept_stride + j] = NEG_INF;
-        }
-      }
-      break;
-    }
-    switch (tile.pages ? a.page_dtype : a.block_format) {
-      case F32: wide_tile<F32>(plan, item, list, tile, w, room); break;
-      case BF16: wide_tile<BF16>(plan, item, list, tile, w, room); break;
-      case F16: wide_tile<F16>(plan, item, list, tile, w, room); break;
-      case I8: wide_tile<I8>(plan, item, list, tile, w, room); break;
-      default: wide_tile<I4>(plan, item, list, tile, w, room); break;
-    }
+    if (all_hidden(plan, item, list, tile, w)) break;
+    wide_tile_of(plan, item, list, tile, w, room);
   }
 }
+
+#if defined(COMMITKV_AMX)
+static AmxRoom make_amx_room(const Work &w, char *&scratch) {
+  AmxRoom room;
+  room.blocks = (w.vectors + 15) / 16;
+  room.query = take<float>(scratch, room.blocks * w.dim * 16);
+  room.head = take<uint32_t>(scratch, room.blocks * w.dim * 8);
+  room.rest = take<uint32_t>(scratch, room.blocks * w.dim * 8);
+  room.start = take<float>(scratch, room.blocks * 16);
+  room.rows = take<uint16_t>(scratch, (WIDE_TILE + 16) * w.dim);
+  room.v = take<uint32_t>(scratch, WIDE_TILE / 2 * w.dim);
+  for (auto &weights : room.weights) {
+    weights = take<uint16_t>(scratch, room.blocks * 16 * WIDE_TILE);
+    std::memset(weights, 0, room.blocks * 16 * WIDE_TILE * 2);
+  }
+  room.square = take<float>(scratch, 256);
+  room.scale = take<float>(scratch, w.dim);
+  room.minimum = take<float>(scratch, w.dim);
+  room.added = take<float>(scratch, room.blocks * 16);
+  room.folded = true;  // nothing is packed yet
+  std::memset(room.rows + WIDE_TILE * w.dim, 0, w.dim * 2);
+  for (int64_t b = 0; b < room.blocks; ++b) {
+    for (int64_t d = 0; d < w.dim; d += 16) {
+      vf rows[16];
+      for (int i = 0; i < 16; ++i) rows[i] = load(w.query + (b * 16 + i) * w.query_stride + d);
+      transpose(rows, room.query + (b * w.dim + d) * 16, 16);
+    }
+  }
+  return room;
+}
+
+static void run_amx(const Plan &plan, const Item &item, const List &list, Work &w, char *scratch) {
+  const Args &a = plan.args;
+  AmxRoom room = make_amx_room(w, scratch);
+  const WideRoom wide = make_wide_room(w, scratch);
+  Tile tiles[2];
+  Cursor at = {item.first_segment, 0, item.position, 0};
+  configure_tiles(w.vectors);
+  int now = 0;
+  for (bool more = next_tile(plan, item, at, tiles[now], WIDE_TILE); more; now ^= 1) {
+    const Tile &tile = tiles[now], &next = tiles[now ^ 1];
+    if (all_hidden(plan, item, list, tile, w)) break;
+    more = next_tile(plan, item, at, tiles[now ^ 1], WIDE_TILE);
+    const Ahead ahead = {next, code_row_bytes(next.pages ? a.page_dtype : a.block_format, w.dim), 0, 0, 0};
+    switch (tile.pages ? a.page_dtype : a.block_format) {
+      case BF16: amx_tile<BF16>(plan, item, list, tile, w, room, ahead); break;
+      case I8: amx_tile<I8>(plan, item, list, tile, w, room, ahead); break;
+      case I4: amx_tile<I4>(plan, item, list, tile, w, room, ahead); break;
+      default: wide_tile_of(plan, item, list, tile, w, wide); break;
+    }
+  }
+  _tile_release();
+}
+#endif
 
 // largest[j] = max(largest[j], e^(logits[j] - shift) * factor)
 static void raise_largest(const float *logits, int64_t tokens, float shift, float factor, float *largest) {
@@ -178,12 +244,15 @@ void attend_item(const Plan &plan, const Item &item, char *scratch) {
   const List &list = plan.lists[plan.item_list[&item - plan.items]];
   const int64_t vectors = int64_t(item.rows) * a.group;
   const bool whole = a.head_dim % W == 0 && (a.block_format != I4 || a.head_dim / 2 % W == 0);
-  const bool dot = whole && vectors <= DOT_VECTORS;
+  const bool dot = whole && vectors <= DOT_VECTORS;  // so few do not fill the tiles of AMX either
+#if defined(COMMITKV_AMX)
+  const bool amx = a.q_dtype == BF16 && a.head_dim % 32 == 0;
+#endif
   Work w = make_work(plan, item, dot, scratch);
   if (dot) {
     run_dot(plan, item, list, w, scratch);
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__)
-  } else if (a.q_dtype == BF16) {
+#if defined(COMMITKV_AMX)
+  } else if (amx) {
     run_amx(plan, item, list, w, scratch);
 #endif
   } else {
