@@ -1,0 +1,83 @@
+"""Where the pure half, the device half and the builder's model meet: an engine directory becomes an engine."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from builder.lower_torch import load_decoder
+from plugins.attend.cpu import attend as torch_attend
+from plugins.attend.native import make_attend
+from plugins.attend.params import AttendParams
+from runtime import manifest as manifests
+from runtime.chat_format import ChatFormat
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine, EngineParts
+from runtime.executor_torch import TorchExecutor
+from runtime.intake import Intake
+from runtime.kv_manager import KvManager
+from runtime.kv_storage import KvStorage
+from runtime.manifest import Manifest
+from runtime.text import EngineTokenizer
+
+log = logging.getLogger(__name__)
+
+PROBE_REQUEST = "Repeat the previous text exactly."
+
+
+def load_engine(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) -> Engine:
+    """Loads an engine built for the CPU.
+
+    verify: compare the hash of every file with the manifest. Raises ManifestError or ConfigError.
+    """
+    manifest = manifests.load(engine_dir, target="cpu", verify=verify)
+    spec, limits = manifest.model, manifest.limits
+    torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
+    manager = KvManager(spec, limits, config.kv_memory_bytes)
+    storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks)
+    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype)
+    executor = TorchExecutor(decoder, spec, limits, storage, _attend_form())
+    tokenizer = load_tokenizer(engine_dir, manifest)
+    chat_format = load_chat_format(engine_dir, manifest)
+    probe_prompt, _ = tokenizer.encode(chat_format.next_turn(PROBE_REQUEST, False).text, (0, 0))
+    parts = EngineParts(
+        spec=spec,
+        limits=limits,
+        config=config,
+        executor=executor,
+        intake=Intake(tokenizer, chat_format, limits.policy, limits.max_seq_len, config.max_waiting),
+        probe_prompt=tuple(probe_prompt),
+    )
+    log.info("loaded %s: %d layers, %s weights, policy %s", engine_dir, spec.num_layers, limits.dtype, limits.policy)
+    return Engine(parts, manager)
+
+
+def load_tokenizer(engine_dir: Path, manifest: Manifest) -> EngineTokenizer:
+    """The tokenizer of an engine directory."""
+    tokens = manifest.tokens
+    bos = manifest.model.bos_token_id if tokens.add_bos else None
+    return EngineTokenizer(
+        engine_dir / manifests.TOKENIZER_FILE, tuple(text for text, _ in tokens.special_tokens), bos
+    )
+
+
+def load_chat_format(engine_dir: Path, manifest: Manifest) -> ChatFormat:
+    """The chat template of an engine directory, or the plain form for a model without one."""
+    template = None
+    if manifest.has_file(manifests.CHAT_TEMPLATE_FILE):
+        template = (engine_dir / manifests.CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
+    return ChatFormat(
+        template,
+        bos_token=manifest.tokens.bos_token,
+        eos_token=manifest.tokens.eos_token,
+        end_tokens=manifest.end_tokens,
+    )
+
+
+def _attend_form() -> Callable[[AttendParams], None]:
+    """The native kernel, or its torch form where there is no compiler (said once in the log)."""
+    return make_attend(torch.get_num_threads()) or torch_attend
