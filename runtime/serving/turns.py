@@ -6,6 +6,7 @@ never holds up a step; one thread sends; one asks, a few times a second, which c
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
@@ -89,11 +90,36 @@ def process_stats() -> dict[str, int]:
 
 @dataclass
 class _Turn:
+    """One request in flight. `lock` keeps the question for cancellation and the last response apart: a server may
+    free a request with its last response, and asking about a freed one kills the server."""
+
     call: TurnCall
     client_id: str
     sink: Sink
     pieces: list[str] = field(default_factory=list)
     client_gone: bool = False
+    answered: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def finish(self, outputs: tuple[OutputTensor, ...]) -> None:
+        """The last response."""
+        with self.lock:
+            self.answered = True
+            self.sink.send(outputs, True)
+
+    def fail(self, code: ErrorCode, message: str) -> None:
+        """The last response, an error."""
+        with self.lock:
+            self.answered = True
+            self.sink.fail(code, message)
+
+    def has_left(self) -> bool:
+        """Whether the client has just left; False once the turn is answered or known to be left."""
+        with self.lock:
+            if self.answered or self.client_gone:
+                return False
+            self.client_gone = self.sink.is_cancelled()
+            return self.client_gone
 
 
 class Turns:
@@ -139,10 +165,9 @@ class Turns:
             self._turns[engine_id] = turn
         try:
             self._loop.submit(call.request, self._events.put)
-        except BaseException:
-            with self._lock:
-                del self._turns[engine_id]
-            raise
+        except CommitKVError as error:
+            self._forget(engine_id)
+            turn.fail(error_code(error), str(error))
 
     def _stop(self, client_id: str) -> None:
         with self._lock:
@@ -175,6 +200,8 @@ class Turns:
                 self._log(f"request {event.request_id}: response not sent ({error}); its turn is cancelled")
                 self._forget(event.request_id)
                 self._loop.cancel(event.request_id)
+                with contextlib.suppress(Exception):
+                    turn.fail("INTERNAL", f"a response could not be sent: {error}")
 
     def _send(self, turn: _Turn, event: Event) -> None:
         choice = turn.call.choice
@@ -187,12 +214,12 @@ class Turns:
             return
         self._forget(event.request_id)
         if isinstance(event, ErrorEvent):
-            turn.sink.fail(error_code(event.error), str(event.error))
+            turn.fail(error_code(event.error), str(event.error))
         elif turn.client_gone:
-            turn.sink.fail("CANCELLED", "request cancelled by the client")
+            turn.fail("CANCELLED", "request cancelled by the client")
         else:
             stats = self._engine_stats() if choice.perf_metrics else {}
-            turn.sink.send(finish_outputs("".join(turn.pieces), event, choice, stats), True)
+            turn.finish(finish_outputs("".join(turn.pieces), event, choice, stats))
 
     def _forget(self, engine_id: str) -> None:
         with self._lock:
@@ -201,10 +228,9 @@ class Turns:
     def _watch(self) -> None:
         while not self._closing.wait(CANCEL_POLL_S):
             with self._lock:
-                waiting = [(key, turn) for key, turn in self._turns.items() if not turn.client_gone]
-            for engine_id, turn in waiting:
-                if turn.sink.is_cancelled():
-                    turn.client_gone = True
+                turns = list(self._turns.items())
+            for engine_id, turn in turns:
+                if turn.has_left():
                     self._loop.cancel(engine_id)
 
     def close(self, grace_s: float) -> None:
@@ -215,5 +241,5 @@ class Turns:
         self._closing.set()
         self._watcher.join()
         for turn in self._turns.values():
-            turn.sink.fail("UNAVAILABLE", "the server stopped before this turn ended; ask again later")
+            turn.fail("UNAVAILABLE", "the server stopped before this turn ended; ask again later")
         self._turns.clear()

@@ -200,6 +200,18 @@ def test_stop_ends_a_turn_by_its_id(url: str) -> None:
         infer(url, [tensor("stop", True)], request_id="stopped/0")
 
 
+def test_many_short_turns_at_once(url: str) -> None:
+    """Requests end while the server is asked whether their clients left."""
+
+    def talk(number: int) -> int:
+        options = TurnOptions(max_tokens=1 + number % 3)
+        with Chat(url, f"short-{number}") as chat:
+            return sum(chat.turn("x", options).generated_tokens for _ in range(25))
+
+    with ThreadPoolExecutor(12) as pool:
+        assert sum(pool.map(talk, range(12))) == 25 * 4 * (1 + 2 + 3)
+
+
 def test_memory_goes_back_to_zero(url: str) -> None:
     with Chat(url, "short-lived") as chat:
         chat.turn("hello", TurnOptions(max_tokens=4))

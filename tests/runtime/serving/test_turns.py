@@ -67,6 +67,7 @@ class ListSink:
         self.done = threading.Event()
         self.gone = False
         self.broken = False
+        self.asked = 0
 
     def send(self, outputs: tuple[OutputTensor, ...], final: bool) -> None:
         assert not self.done.is_set(), "a response after the final one"
@@ -85,6 +86,8 @@ class ListSink:
         self.done.set()
 
     def is_cancelled(self) -> bool:
+        assert not self.done.is_set(), "a question after the final response kills the server"
+        self.asked += 1
         return self.gone
 
 
@@ -160,6 +163,35 @@ def test_a_client_that_leaves_cancels_its_turn(loop: HandLoop, turns: Turns) -> 
     assert sink.error is not None and sink.error[0] == "CANCELLED"
 
 
+def test_cancellation_is_asked_until_the_last_response_and_never_beside_it(loop: HandLoop, turns: Turns) -> None:
+    class SlowSink(ListSink):
+        inside = 0
+        overlaps = 0
+
+        def send(self, outputs: tuple[OutputTensor, ...], final: bool) -> None:
+            self.inside += 1
+            time.sleep(0.2)
+            self.overlaps += self.inside > 1
+            self.inside -= 1
+            super().send(outputs, final)
+
+        def is_cancelled(self) -> bool:
+            self.inside += 1
+            time.sleep(0.02)
+            self.overlaps += self.inside > 1
+            self.inside -= 1
+            return super().is_cancelled()
+
+    sink = SlowSink()
+    turns.handle([one("text_input", b"hello")], "c", sink)
+    time.sleep(0.3)
+    finish(loop)
+    assert sink.done.wait(5)
+    asked = sink.asked
+    time.sleep(0.2)
+    assert asked > 1 and sink.asked == asked and sink.overlaps == 0
+
+
 def test_stop_cancels_by_client_id_and_keeps_the_text(loop: HandLoop, turns: Turns) -> None:
     sink, other, stop = start(turns, one("return_finish_reason", True)), start(turns, client_id="other"), ListSink()
     loop.emit(TextEvent(loop.requests[0].request_id, "half"))
@@ -183,6 +215,7 @@ def test_a_broken_connection_cancels_only_its_turn(loop: HandLoop, turns: Turns)
     while not loop.cancelled and time.monotonic() < deadline:
         time.sleep(0.01)
     assert loop.cancelled == [loop.requests[0].request_id]
+    assert broken.done.wait(5) and broken.error is not None and broken.error[0] == "INTERNAL"
 
 
 def test_errors_reach_the_client_with_their_text(loop: HandLoop, turns: Turns) -> None:
