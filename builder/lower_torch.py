@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 
 from builder.model import EMBEDDING, HEAD, DecoderModel, weight_recipes
 from builder.rope import inverse_frequencies, rotary_tables
+from builder.weights.safetensors_files import open_file
 from runtime.config import ModelSpec
 
 TORCH_DTYPE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -166,7 +166,7 @@ class _FileWeights(Mapping[str, torch.Tensor]):
     """Tensors of one safetensors file, mapped, read when asked for."""
 
     def __init__(self, path: Path) -> None:
-        self._file: Any = safe_open(path, framework="pt")
+        self._file = open_file(path)
         self._names: tuple[str, ...] = tuple(self._file.keys())
 
     def __getitem__(self, name: str) -> torch.Tensor:

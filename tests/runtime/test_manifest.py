@@ -1,0 +1,130 @@
+"""A sound engine directory loads; every kind of damage is refused with its reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime import manifest
+from runtime.config import EngineLimits, ModelSpec, RopeSpec
+from runtime.errors import ManifestError
+from runtime.manifest import EngineFile, Manifest, SourceModel, TokenInfo
+
+CONTENTS = {"weights.safetensors": b"w" * 1000, "tokenizer.json": b"{}", "chat_template.jinja": b"{{ x }}"}
+
+
+def make() -> Manifest:
+    return Manifest(
+        target="cpu",
+        model=ModelSpec(
+            family="qwen2",
+            num_layers=2,
+            hidden_size=64,
+            ffn_size=96,
+            num_q_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            vocab_size=300,
+            rms_eps=1e-6,
+            rope=RopeSpec(theta=10000.0, kind="yarn", factor=4.0, original_max_positions=64),
+            max_positions=256,
+            tied_embeddings=True,
+            eos_token_ids=(2, 5),
+        ),
+        limits=EngineLimits(max_seq_len=128),
+        tokens=TokenInfo("<s>", "</s>", True, (("<s>", 1), ("</s>", 2), ("<|end|>", 5))),
+        source=SourceModel("tiny", "gguf", "ab" * 32),
+        files=tuple(EngineFile(n, len(c), hashlib.sha256(c).hexdigest()) for n, c in CONTENTS.items()),
+        versions=(("torch", "2.13.0"),),
+        built_at="2026-01-01T00:00:00+00:00",
+    )
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    for name, content in CONTENTS.items():
+        (tmp_path / name).write_bytes(content)
+    manifest.write(make(), tmp_path)
+    return tmp_path
+
+
+def test_round_trip(engine: Path) -> None:
+    loaded = manifest.load(engine, target="cpu")
+    assert loaded == make()
+    assert loaded.end_tokens == ("</s>", "<|end|>")
+    assert loaded.has_file("chat_template.jinja") and not loaded.has_file("other")
+
+
+def change(engine: Path, edit: Callable[[Any], None]) -> None:
+    path = engine / manifest.MANIFEST_FILE
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+
+
+EDITS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "version": (lambda d: d.update(format_version=99), "format_version is 99, expected 1"),
+    "no version": (lambda d: d.pop("format_version"), "format_version is None"),
+    "missing field": (lambda d: d["model"].pop("head_dim"), "manifest.model: missing or unknown fields head_dim"),
+    "unknown field": (lambda d: d.update(extra=1), "fields extra"),
+    "wrong type": (lambda d: d["model"].update(num_layers="2"), r"manifest.model.num_layers: got '2', expected int"),
+    "bool is no int": (lambda d: d["limits"].update(max_seq_len=True), "max_seq_len: got True"),
+    "unknown family": (lambda d: d["model"].update(family="gpt"), "manifest.model.family: got 'gpt'"),
+    "short pair": (lambda d: d["versions"].append(["torch"]), r"manifest.versions\[1\]"),
+    "absurd limit": (lambda d: d["limits"].update(page_tokens=9), "page_tokens: got 9"),
+    "no weights": (lambda d: d["files"].pop(0), "lists no weights.safetensors"),
+    "path": (lambda d: d["files"][2].update(name="../x"), "is a path"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_damaged_manifest(engine: Path, name: str) -> None:
+    edit, reason = EDITS[name]
+    change(engine, edit)
+    with pytest.raises(ManifestError, match=reason) as caught:
+        manifest.load(engine)
+    assert "build the engine again" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "\xff\x00"])
+def test_no_json_object(engine: Path, text: str) -> None:
+    (engine / manifest.MANIFEST_FILE).write_text(text, encoding="latin-1")
+    with pytest.raises(ManifestError, match=r"damaged|expected a JSON object"):
+        manifest.load(engine)
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="expected a directory"):
+        manifest.load(tmp_path / "nowhere")
+    with pytest.raises(ManifestError, match="no finished engine"):
+        manifest.load(tmp_path)
+
+
+def test_wrong_target(engine: Path) -> None:
+    with pytest.raises(ManifestError, match="was built for cpu, expected trt"):
+        manifest.load(engine, target="trt")
+
+
+def test_damaged_files(engine: Path) -> None:
+    weights = engine / "weights.safetensors"
+    weights.write_bytes(b"w" * 999)
+    with pytest.raises(ManifestError, match="has 999 bytes, expected 1000"):
+        manifest.load(engine, verify=False)
+    weights.write_bytes(b"w" * 999 + b"x")
+    manifest.load(engine, verify=False)
+    with pytest.raises(ManifestError, match="it was changed"):
+        manifest.load(engine)
+    weights.unlink()
+    with pytest.raises(ManifestError, match="is missing"):
+        manifest.load(engine, verify=False)
+
+
+def test_every_field_is_written(engine: Path) -> None:
+    data = json.loads((engine / manifest.MANIFEST_FILE).read_text())
+    assert set(data) == {field.name for field in dataclasses.fields(Manifest)}
