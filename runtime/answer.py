@@ -56,6 +56,4 @@ def finish_event(conversation: Conversation, turn: Turn, kv: KvStats) -> FinishE
         alloc_total_blocks=turn.reused_pages + turn.new_pages,
         kv=kv,
     )
-    return FinishEvent(
-        turn.request.request_id, turn.end_reason, turn.stops.matched, stats, turn.cumulative_logprob
-    )
+    return FinishEvent(turn.request.request_id, turn.end_reason, turn.stops.matched, stats, turn.cumulative_logprob)

@@ -94,9 +94,7 @@ class CommitDraft:
         move_to = int32(_free_compacted_slots(kv, page_ids)[: len(self.protected_slots)])
         return PublishPlan(line, self.dissolve, table, new_flags, int32(self.protected_slots), move_to)
 
-    def apply(
-        self, kv: ConversationKv, plan: PublishPlan, page_ids: array[int]
-    ) -> tuple[array[int], array[int]]:
+    def apply(self, kv: ConversationKv, plan: PublishPlan, page_ids: array[int]) -> tuple[array[int], array[int]]:
         """Swaps tables and counts; returns the page ids and block ids that are free now."""
         compacted = [page for page in kv.pages if page.compacted]
         compacted += [Page(page_id, compacted=True) for page_id in page_ids]
@@ -185,9 +183,6 @@ def _free_compacted_slots(kv: ConversationKv, new_page_ids: array[int]) -> list[
     """Slots where protected tokens may go: the rest of compacted pages, then new ones."""
     size = kv.page_tokens
     slots = [
-        page.page_id * size + offset
-        for page in kv.pages
-        if page.compacted
-        for offset in range(page.num_tokens, size)
+        page.page_id * size + offset for page in kv.pages if page.compacted for offset in range(page.num_tokens, size)
     ]
     return slots + [page_id * size + offset for page_id in new_page_ids for offset in range(size)]

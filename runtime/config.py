@@ -91,8 +91,7 @@ class EngineLimits:
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ConfigError(
-                    f"{name}: got {value!r}, expected a whole number from {low} to {high}; "
-                    f"pass a value in that range"
+                    f"{name}: got {value!r}, expected a whole number from {low} to {high}; pass a value in that range"
                 )
         for name in ("page_tokens", "block_entries"):
             if getattr(self, name) % 8:

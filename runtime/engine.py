@@ -164,9 +164,7 @@ class Engine:
         return ended, not self._idle
 
     def _plan(self) -> Work | None:
-        return (
-            self._maintenance.urgent() or self._scheduler.plan(self._clock_ns()) or self._maintenance.idle()
-        )
+        return self._maintenance.urgent() or self._scheduler.plan(self._clock_ns()) or self._maintenance.idle()
 
     def _run(self, work: StepWork) -> list[Event]:
         started = self._clock_ns()

@@ -130,9 +130,7 @@ class Intake:
             turn = self._chat_format.next_turn(request.text, conversation.ended)
         return _Prompt(turn.text, turn.system_end, turn.user_start, turn.user_end)
 
-    def _protected_chars(
-        self, request: Request, conversation: Conversation, prompt: _Prompt
-    ) -> list[tuple[int, int]]:
+    def _protected_chars(self, request: Request, conversation: Conversation, prompt: _Prompt) -> list[tuple[int, int]]:
         rules = conversation.policy.protection
         ranges = list(request.protect) + protected_ranges(request.text, rules)
         shifted = [(start + prompt.user_start, end + prompt.user_start) for start, end in ranges]

@@ -64,8 +64,7 @@ class KvManager:
         )
         self._kv_dtype = limits.kv_dtype
         self.block_layouts = {
-            name: BlockLayout(name, limits.block_entries, spec.head_dim)  # type: ignore[arg-type]
-            for name in ("int4", "int8", limits.kv_dtype)
+            name: BlockLayout(name, limits.block_entries, spec.head_dim) for name in ("int4", "int8", limits.kv_dtype)
         }
         # Before it frees anything a commit writes about two blocks per row and moves protected tokens to a page.
         headroom = 2 * (spec.num_kv_rows * self.block_layouts["int4"].stored_bytes + self.page_layout.page_bytes)

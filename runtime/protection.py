@@ -39,9 +39,7 @@ def merge_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def token_ranges(
-    char_ranges: list[tuple[int, int]], offsets: list[tuple[int, int]]
-) -> list[tuple[int, int]]:
+def token_ranges(char_ranges: list[tuple[int, int]], offsets: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """[start, end) token ranges that touch the given character ranges.
 
     offsets: [num_tokens] character span of each token.

@@ -22,7 +22,9 @@ class EngineTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
             self._literal = tokenizers.Tokenizer.from_file(str(tokenizer_file))
         except Exception as error:  # the library raises bare Exception
-            raise ManifestError(f"tokenizer: {tokenizer_file} cannot be read ({error}); build the engine again") from error
+            raise ManifestError(
+                f"tokenizer: {tokenizer_file} cannot be read ({error}); build the engine again"
+            ) from error
         self._literal.encode_special_tokens = True
         self._special_tokens = special_tokens
         self._bos_token_id = bos_token_id

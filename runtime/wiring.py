@@ -60,9 +60,7 @@ def load_tokenizer(engine_dir: Path, manifest: Manifest) -> EngineTokenizer:
     """The tokenizer of an engine directory."""
     tokens = manifest.tokens
     bos = manifest.model.bos_token_id if tokens.add_bos else None
-    return EngineTokenizer(
-        engine_dir / manifests.TOKENIZER_FILE, tuple(text for text, _ in tokens.special_tokens), bos
-    )
+    return EngineTokenizer(engine_dir / manifests.TOKENIZER_FILE, tuple(text for text, _ in tokens.special_tokens), bos)
 
 
 def load_chat_format(engine_dir: Path, manifest: Manifest) -> ChatFormat:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from simulated_executor import SimulatedExecutor
+
 from runtime.config import EngineLimits, ModelSpec, RopeSpec, RuntimeConfig
 from runtime.engine import Engine, EngineParts
 from runtime.intake import Intake
@@ -13,11 +15,20 @@ from runtime.policy.base import Policy, Schedule
 from runtime.policy.registry import ALL_POLICIES
 from runtime.request import ErrorEvent, Event, FinishEvent, TextEvent
 
-from simulated_executor import SimulatedExecutor
-
 SPEC = ModelSpec(
-    family="llama", num_layers=2, hidden_size=16, ffn_size=16, num_q_heads=2, num_kv_heads=2, head_dim=8,
-    vocab_size=97, rms_eps=1e-5, rope=RopeSpec(10000.0), max_positions=4096, tied_embeddings=True, eos_token_ids=(0,),
+    family="llama",
+    num_layers=2,
+    hidden_size=16,
+    ffn_size=16,
+    num_q_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=97,
+    rms_eps=1e-5,
+    rope=RopeSpec(10000.0),
+    max_positions=4096,
+    tied_embeddings=True,
+    eos_token_ids=(0,),
 )
 LIMITS = EngineLimits(page_tokens=8, block_entries=16, max_seq_len=600, max_batch_size=4)
 EAGER = Schedule(min_tokens=40, recent_tokens=12, span_tokens=24, every_steps=4)

@@ -7,6 +7,7 @@ read, so with nothing dropped the text depends only on the conversation's own to
 
 from __future__ import annotations
 
+import itertools
 import random
 from array import array
 from collections.abc import Callable
@@ -17,13 +18,13 @@ from runtime.step import (
     KvView,
     LinePlan,
     LineResult,
+    ProbePlan,
     PublishPlan,
     PublishResult,
     SampledToken,
     SequencePlan,
     StepPlan,
     StepResult,
-    ProbePlan,
     int32,
 )
 
@@ -166,4 +167,4 @@ class SimulatedExecutor:
 
 
 def _spans(starts: array[int]) -> list[tuple[int, int]]:
-    return list(zip(starts, starts[1:], strict=False))
+    return list(itertools.pairwise(starts))

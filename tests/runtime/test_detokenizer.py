@@ -1,5 +1,7 @@
 """Stop strings are cut exactly, however the text is cut into pieces."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,7 +39,7 @@ TEXT = st.text(alphabet="abc", max_size=30)
 @given(TEXT, st.lists(st.text(alphabet="abc", min_size=1, max_size=4), max_size=3), st.lists(st.integers(0, 30)))
 def test_same_answer_for_any_cut(text: str, stops: list[str], cuts: list[int]) -> None:
     bounds = sorted({0, len(text), *(c for c in cuts if c < len(text))})
-    pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(bounds)]
     assert run(stops, pieces) == run(stops, list(text))
     sent, matched = run(stops, pieces)
     assert text.startswith(sent + matched)

@@ -1,6 +1,7 @@
 """The engine loop over an executor that checks every plan."""
 
 import pytest
+from simulated_engine import SPEC, drain, last_of, make_engine, policies_for_tests, text_of
 
 import runtime.policy.registry as registry
 from runtime.config import RuntimeConfig
@@ -13,7 +14,6 @@ from runtime.errors import (
     UnknownPolicyError,
 )
 from runtime.request import ErrorEvent, FinishEvent, Request, SamplingParams
-from simulated_engine import SPEC, drain, last_of, make_engine, policies_for_tests, text_of
 
 CONFIG = RuntimeConfig(kv_memory_bytes=1 << 20, tokens_per_step=24, probe_tokens_per_step=16)
 
@@ -24,7 +24,9 @@ def small_policies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(registry.ALL_POLICIES, name, policy)
 
 
-def ask(request_id: str, text: str, conversation_id: str | None = None, max_tokens: int = 10, **more: object) -> Request:
+def ask(
+    request_id: str, text: str, conversation_id: str | None = None, max_tokens: int = 10, **more: object
+) -> Request:
     return Request(request_id, text, SamplingParams(max_tokens=max_tokens), conversation_id, **more)  # type: ignore[arg-type]
 
 
@@ -72,7 +74,7 @@ def test_compression_shrinks_memory() -> None:
 
 
 def test_protected_tokens_stay_in_pages() -> None:
-    engine, executor, manager = make_engine(CONFIG, policy="commitkv")
+    engine, _executor, manager = make_engine(CONFIG, policy="commitkv")
     text = "x" * 60 + "PASSWORD" + "y" * 60
     engine.submit(ask("a", text, "c", 30, system_prompt="be kind", protect=((60, 68),)))
     drain(engine)
@@ -175,7 +177,13 @@ def _again(engine: object) -> list[object]:
 
 
 def test_sampling_values_are_checked_by_name() -> None:
-    for field, value in (("temperature", -1.0), ("top_p", 0.0), ("top_k", -2), ("max_tokens", -1), ("temperature", float("nan"))):
+    for field, value in (
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("top_k", -2),
+        ("max_tokens", -1),
+        ("temperature", float("nan")),
+    ):
         with pytest.raises(RequestError, match=field):
             SamplingParams(**{field: value})  # type: ignore[arg-type]
 

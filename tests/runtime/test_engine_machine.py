@@ -7,12 +7,12 @@ from unittest import mock
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from simulated_engine import drain, make_engine, policies_for_tests
 
 import runtime.policy.registry as registry
 from runtime.config import RuntimeConfig
 from runtime.errors import CommitKVError
 from runtime.request import Event, FinishEvent, Request, SamplingParams, TextEvent
-from simulated_engine import drain, make_engine, policies_for_tests
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -42,8 +42,12 @@ class EngineMachine(RuleBasedStateMachine):
     def submit(self, name: str | None, length: int, max_tokens: int, policy: str | None, ends: bool) -> None:
         self.count += 1
         request = Request(
-            f"r{self.count}", "ab cd"[self.count % 5] * length, SamplingParams(max_tokens=max_tokens), name,
-            policy=policy, end_conversation=ends and self.count % 3 == 0,
+            f"r{self.count}",
+            "ab cd"[self.count % 5] * length,
+            SamplingParams(max_tokens=max_tokens),
+            name,
+            policy=policy,
+            end_conversation=ends and self.count % 3 == 0,
         )
         try:
             self.engine.submit(request)

@@ -1,5 +1,7 @@
 """Protection rules find the text they should and leave the rest."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +47,7 @@ def test_merge_covers_the_same_characters(ranges: list[tuple[int, int]]) -> None
     covered = {i for start, end in ranges for i in range(start, end)}
     merged = merge_ranges(ranges)
     assert {i for start, end in merged for i in range(start, end)} == covered
-    assert all(a[1] < b[0] for a, b in zip(merged, merged[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(merged))
 
 
 def test_token_ranges_take_every_token_that_touches() -> None:
