@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from builder import build
-from builder.default_model import default_gguf
 from builder.lower_torch import TORCH_DTYPE, TorchDecoder, load_decoder
 from builder.model import weight_recipes
 from builder.weights.checkpoint import Checkpoint
-from builder.weights.gguf_file import read_gguf
 from runtime import manifest
 from runtime.chat_format import ChatFormat
 
@@ -28,35 +27,8 @@ TEXT = (
 
 
 @pytest.fixture(scope="session")
-def checkpoint() -> Checkpoint:
-    return read_gguf(default_gguf(build.ROOT / "models"))
-
-
-@pytest.fixture(scope="session")
 def tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
-
-
-@pytest.fixture(scope="session")
-def reference(checkpoint: Checkpoint) -> Any:
-    """transformers' Llama with the same dequantized weights, unfused and by their own names."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    spec = checkpoint.spec
-    config = LlamaConfig(
-        vocab_size=spec.vocab_size, hidden_size=spec.hidden_size, intermediate_size=spec.ffn_size,
-        num_hidden_layers=spec.num_layers, num_attention_heads=spec.num_q_heads,
-        num_key_value_heads=spec.num_kv_heads, max_position_embeddings=spec.max_positions,
-        rms_norm_eps=spec.rms_eps, tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": spec.rope.theta}, attn_implementation="eager",
-    )  # fmt: skip
-    names = [name for recipe in weight_recipes(spec) for name, _ in recipe.sources]
-    weights = {name: checkpoint.tensors.read(name) for name in names}
-    model = LlamaForCausalLM(config)
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
-    model.tie_weights()
-    return model.eval()
 
 
 def decoder_of(checkpoint: Checkpoint, dtype: str) -> TorchDecoder:
@@ -76,6 +48,7 @@ def test_logits_agree_with_transformers(
     decoder = decoder_of(checkpoint, dtype)
     model = reference
     if dtype == "bf16":  # the same rounded weights, computed in fp32
+        model = copy.deepcopy(reference)
         rounded = {name: weight.to(TORCH_DTYPE[dtype]).float() for name, weight in model.state_dict().items()}
         model.load_state_dict(rounded)
     with torch.inference_mode():
