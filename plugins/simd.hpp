@@ -78,9 +78,7 @@ COMMITKV_INLINE vf load_u8(const uint8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
 // The permutation looks at the low four bits of each index only: it masks and converts at once.
-COMMITKV_INLINE vf nibble_values() {
-  return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-}
+COMMITKV_INLINE vf nibble_values() { return _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 COMMITKV_INLINE vf load_u4_low(const uint8_t *p) {
   return _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)), nibble_values());
 }

@@ -95,7 +95,8 @@ static void start_at_minimum(const Work &w, const AmxRoom &room) {
 }
 
 // One row of codes as bf16 whole numbers (or the bf16 values themselves).
-template <int Format> COMMITKV_INLINE void codes_to_bf16(const uint8_t *row, int64_t dim, uint16_t *to) {
+template <int Format>
+COMMITKV_INLINE void codes_to_bf16(const uint8_t *row, int64_t dim, uint16_t *to) {
   if (Format == BF16) {
     std::memcpy(to, row, dim * 2);
   } else if (Format == I8) {
@@ -165,7 +166,8 @@ static void logits_of_tile(const Args &a, const Tile &tile, const Work &w, AmxRo
 }
 
 // room.v = pairs of V rows; rows beyond the tile, up to 32, are zero.
-template <int Format> static void pack_v(const Tile &tile, const Work &w, AmxRoom &room, Ahead &ahead) {
+template <int Format>
+static void pack_v(const Tile &tile, const Work &w, AmxRoom &room, Ahead &ahead) {
   const int64_t row_bytes = code_row_bytes(Format, w.dim), padded = round_up(tile.tokens, 32);
   const uint16_t *rows[WIDE_TILE];
   for (int32_t r = 0; r < tile.num_runs; ++r) {

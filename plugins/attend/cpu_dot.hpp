@@ -14,7 +14,8 @@ constexpr int HEADS = W == 16 ? 4 : 2;  // query vectors taken together, bounded
 constexpr int LANES = 4;                // vectors of channels taken together when weighing V
 
 // Vector i of a row of codes: channels [i * W, i * W + W).
-template <int Format> COMMITKV_INLINE vf codes(const uint8_t *row, int64_t i, int64_t dim) {
+template <int Format>
+COMMITKV_INLINE vf codes(const uint8_t *row, int64_t i, int64_t dim) {
   if (Format == F32) return load(reinterpret_cast<const float *>(row) + i * W);
   if (Format == BF16) return load_bf16(reinterpret_cast<const uint16_t *>(row) + i * W);
   if (Format == F16) return load_f16(reinterpret_cast<const uint16_t *>(row) + i * W);
@@ -30,7 +31,8 @@ COMMITKV_INLINE void prefetch(const uint8_t *from, int64_t num_bytes) {
 // logits[h][j] = start[h] summed + query[h] . K row j, for Heads query vectors and the run's rows, four rows at a time
 // (up to three logits beyond the run are overwritten with copies of its last).
 template <int Format, int Vectors, int Heads>
-static void dot_run(const Run &run, const Run *next, const float *query, const float *start, int64_t dim, float *logits, int64_t stride) {
+static void dot_run(const Run &run, const Run *next, const float *query, const float *start, int64_t dim, float *logits,
+                    int64_t stride) {
   const int64_t vectors = Vectors ? Vectors : dim / W, row_bytes = code_row_bytes(Format, dim);
   for (int32_t j = 0; j < run.count; j += 4) {
     const uint8_t *rows[4];
@@ -59,7 +61,8 @@ static void dot_run(const Run &run, const Run *next, const float *query, const f
 
 // sums[h] = sums[h] * factors[h] + added[h] + sum_j weights[h][j] * V row j, over Lanes vectors of channels.
 template <int Format, int Lanes, int Heads>
-static void weigh_tile(const Tile &tile, const Tile &next, int64_t first, const Work &w, int64_t m, const float *added) {
+static void weigh_tile(const Tile &tile, const Tile &next, int64_t first, const Work &w, int64_t m,
+                       const float *added) {
   const int64_t row_bytes = code_row_bytes(Format, w.dim);
   vf acc[Heads][Lanes];
   for (int h = 0; h < Heads; ++h) {
@@ -100,16 +103,20 @@ static void weigh_heads(const Tile &tile, const Tile &next, const Work &w, int64
 }
 
 template <int Format, int Heads>
-static void dot_heads(const Run &run, const Run *next, const float *query, const float *start, const Work &w, int64_t m) {
+static void dot_heads(const Run &run, const Run *next, const float *query, const float *start, const Work &w,
+                      int64_t m) {
   float *logits = w.logits + m * w.logit_stride + run.first;
   const float *q = query + m * w.dim, *s = start + m * W;
-  if (w.dim == 4 * W) return dot_run<Format, 4, Heads>(run, m == 0 ? next : nullptr, q, s, w.dim, logits, w.logit_stride);
-  if (w.dim == 8 * W) return dot_run<Format, 8, Heads>(run, m == 0 ? next : nullptr, q, s, w.dim, logits, w.logit_stride);
+  if (w.dim == 4 * W)
+    return dot_run<Format, 4, Heads>(run, m == 0 ? next : nullptr, q, s, w.dim, logits, w.logit_stride);
+  if (w.dim == 8 * W)
+    return dot_run<Format, 8, Heads>(run, m == 0 ? next : nullptr, q, s, w.dim, logits, w.logit_stride);
   dot_run<Format, 0, Heads>(run, m == 0 ? next : nullptr, q, s, w.dim, logits, w.logit_stride);
 }
 
 // Calls f.template at<Heads>(m) over all query vectors, HEADS at a time and the rest together.
-template <typename F> COMMITKV_INLINE void by_heads(int64_t vectors, const F &f) {
+template <typename F>
+COMMITKV_INLINE void by_heads(int64_t vectors, const F &f) {
   int64_t m = 0;
   for (; m + HEADS <= vectors; m += HEADS) f.template at<HEADS>(m);
   const int64_t rest = vectors - m;
@@ -118,19 +125,27 @@ template <typename F> COMMITKV_INLINE void by_heads(int64_t vectors, const F &f)
   if (HEADS > 3 && rest == 3) f.template at<3 < HEADS ? 3 : 1>(m);
 }
 
-template <int Format> struct DotRun {
+template <int Format>
+struct DotRun {
   const Run &run;
   const Run *next;
   const float *query, *start;
   const Work &w;
-  template <int Heads> void at(int64_t m) const { dot_heads<Format, Heads>(run, next, query, start, w, m); }
+  template <int Heads>
+  void at(int64_t m) const {
+    dot_heads<Format, Heads>(run, next, query, start, w, m);
+  }
 };
 
-template <int Format> struct WeighTile {
+template <int Format>
+struct WeighTile {
   const Tile &tile, &next;
   const Work &w;
   const float *added;
-  template <int Heads> void at(int64_t m) const { weigh_heads<Format, Heads>(tile, next, w, m, added); }
+  template <int Heads>
+  void at(int64_t m) const {
+    weigh_heads<Format, Heads>(tile, next, w, m, added);
+  }
 };
 
 // Room beyond Work that the decode path needs. Here query_stride is dim.
@@ -182,8 +197,8 @@ static void dot_tile(const Plan &plan, const Item &item, const List &list, const
   constexpr bool quantized = Format == I8 || Format == I4;
   for (int32_t r = 0; r < tile.num_runs; ++r) {
     if (quantized) fold_scales(plan.args, tile.runs[r], w, room);
-    by_heads(w.vectors, DotRun<Format>{tile.runs[r], r < next.num_runs ? next.runs + r : nullptr, quantized ? room.folded : w.query,
-                                       quantized ? room.start : room.zeros, w});
+    by_heads(w.vectors, DotRun<Format>{tile.runs[r], r < next.num_runs ? next.runs + r : nullptr,
+                                       quantized ? room.folded : w.query, quantized ? room.start : room.zeros, w});
   }
   finish_logits(plan, item, list, tile, w);
   running_softmax(tile, w);

@@ -17,10 +17,10 @@
 namespace commitkv {
 
 // A level whose unit was not built has null addresses.
-#define COMMITKV_DECLARE(level)                                                                       \
-  namespace level {                                                                                   \
-  __attribute__((weak)) void attend_item(const Plan &plan, const Item &item, char *scratch);          \
-  __attribute__((weak)) void attend_finish(const Plan &plan, const List &list);                       \
+#define COMMITKV_DECLARE(level)                                                              \
+  namespace level {                                                                          \
+  __attribute__((weak)) void attend_item(const Plan &plan, const Item &item, char *scratch); \
+  __attribute__((weak)) void attend_finish(const Plan &plan, const List &list);              \
   }
 COMMITKV_DECLARE(portable)
 COMMITKV_DECLARE(avx2)
@@ -96,9 +96,9 @@ struct Planner {
   std::vector<List> lists;
   std::vector<int32_t> item_list;
   Room room;
-  int64_t floats = 0;     // taken from room, in the order they are handed out
-  int64_t work = 0;       // multiply-adds
-  int64_t scratch = 0;    // bytes of the largest item
+  int64_t floats = 0;   // taken from room, in the order they are handed out
+  int64_t work = 0;     // multiply-adds
+  int64_t scratch = 0;  // bytes of the largest item
 
   void build(const Args &a);
 

@@ -11,7 +11,8 @@
 namespace commitkv {
 namespace COMMITKV_LEVEL {
 
-template <typename T> COMMITKV_INLINE T *take(char *&from, int64_t count) {
+template <typename T>
+COMMITKV_INLINE T *take(char *&from, int64_t count) {
   T *taken = reinterpret_cast<T *>(from);
   from += round_up(count * int64_t(sizeof(T)), 64);
   return taken;

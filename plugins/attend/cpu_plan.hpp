@@ -18,15 +18,15 @@ typedef void (*ParallelStart)(ParallelBody body, void *data, unsigned num_thread
 
 // Mirrored field by field by `_Args` in native.py.
 struct Args {
-  const void *q;            // [rows, Q, D] q_dtype
-  void *out;                // [rows, Q, D] q_dtype
-  const uint8_t *pages;     // [num_pages, G, 2, page_tokens, D] page_dtype
-  uint16_t *seen;           // [num_pages, G, page_tokens] fp16
-  const uint8_t *blocks;    // [num_blocks, block_bytes]
-  uint16_t *score;          // [num_blocks, block_entries] fp16
+  const void *q;          // [rows, Q, D] q_dtype
+  void *out;              // [rows, Q, D] q_dtype
+  const uint8_t *pages;   // [num_pages, G, 2, page_tokens, D] page_dtype
+  uint16_t *seen;         // [num_pages, G, page_tokens] fp16
+  const uint8_t *blocks;  // [num_blocks, block_bytes]
+  uint16_t *score;        // [num_blocks, block_entries] fp16
   const int32_t *row_starts, *page_starts, *page_ids, *page_lens, *block_starts, *block_ids, *block_lens;
-  const uint8_t *record;    // [rows]
-  ParallelStart parallel;   // null: our own threads
+  const uint8_t *record;   // [rows]
+  ParallelStart parallel;  // null: our own threads
   int64_t num_seqs, kv_heads, group, head_dim, page_tokens, block_entries, block_bytes;
   int64_t v_codes, k_scale, k_min, v_scale, v_min, bias;  // byte offsets in a block; K codes lie at 0
   int32_t q_dtype, page_dtype, block_format, num_threads, level;

@@ -76,8 +76,8 @@ static bool next_tile(const Plan &plan, const Item &item, Cursor &at, Tile &tile
     const int32_t room = capacity - tile.tokens, left = length - at.used;
     const int32_t count = left < room ? left : room;
     if (count > 0) {
-      Run run = page ? page_run(plan, item, at.segment - num_blocks, at.used, count)
-                     : block_run(plan, place, at.used, count);
+      Run run =
+          page ? page_run(plan, item, at.segment - num_blocks, at.used, count) : block_run(plan, place, at.used, count);
       run.first = tile.tokens;
       if (!page) widen_f16(halves(run.block, a.bias) + at.used, count, tile.bias + run.first);
       tile.runs[tile.num_runs++] = run;

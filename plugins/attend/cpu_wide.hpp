@@ -7,7 +7,7 @@
 namespace commitkv {
 namespace COMMITKV_LEVEL {
 
-constexpr int ROWS = 6;                 // of the register block
+constexpr int ROWS = 6;                   // of the register block
 constexpr int COLUMNS = W == 16 ? 4 : 2;  // its vectors
 
 // Room beyond Work: strides are query_stride (D rounded up to 32; the rest is zero) and WIDE_TILE.
@@ -55,12 +55,14 @@ struct Product {
   const float *factors;  // [rows] applied to c before; null: c is overwritten
 };
 
-template <int R, int N> COMMITKV_INLINE void product_at(const Product &p, int64_t row, int64_t column) {
+template <int R, int N>
+COMMITKV_INLINE void product_at(const Product &p, int64_t row, int64_t column) {
   product_block<R, N>(p.a + row * p.a_stride, p.a_stride, p.b + column, p.b_stride, p.c + row * p.c_stride + column,
                       p.c_stride, p.depth, p.factors ? p.factors + row : nullptr);
 }
 
-template <int N> static void product_columns(const Product &p, int64_t column) {
+template <int N>
+static void product_columns(const Product &p, int64_t column) {
   int64_t row = 0;
   for (; row + ROWS <= p.rows; row += ROWS) product_at<ROWS, N>(p, row, column);
   for (; row + 2 <= p.rows; row += 2) product_at<2, N>(p, row, column);
@@ -74,7 +76,8 @@ static void product(const Product &p, int64_t columns) {
 }
 
 // Channels [0, dim) of one row of codes as floats.
-template <int Format> static void widen_row(const uint8_t *row, int64_t dim, float *to) {
+template <int Format>
+static void widen_row(const uint8_t *row, int64_t dim, float *to) {
   const bool whole = Format == I4 ? dim / 2 % W == 0 : dim % W == 0;
   const int64_t vectors = whole || Format != I4 ? dim / W : 0;
   for (int64_t i = 0; i < vectors; ++i) store(to + i * W, codes<Format>(row, i, dim));
@@ -98,7 +101,8 @@ static void widen_k(const Run &run, int32_t j, int64_t dim, const WideRoom &room
 }
 
 // V row j of a run as floats, scales applied.
-template <int Format> static void widen_v(const Args &a, const Run &run, int32_t j, int64_t dim, float *to) {
+template <int Format>
+static void widen_v(const Args &a, const Run &run, int32_t j, int64_t dim, float *to) {
   widen_row<Format>(run.v + j * code_row_bytes(Format, dim), dim, to);
   if (Format != I8 && Format != I4) return;
   const float scale = f16_to_float(halves(run.block, a.v_scale)[run.entry + j]);
@@ -122,7 +126,8 @@ COMMITKV_INLINE void each_token(const Args &a, const Tile &tile, const WideRoom 
 }
 
 // room.k[d][t] and room.v[t][d] of the tile; tokens up to a whole vector are zero in k.
-template <int Format> static void widen_tile(const Args &a, const Tile &tile, const Work &w, const WideRoom &room) {
+template <int Format>
+static void widen_tile(const Args &a, const Tile &tile, const Work &w, const WideRoom &room) {
   const int64_t stride = w.query_stride;
   const auto flush = [&](int64_t first) {
     for (int64_t d = 0; d < stride; d += W) {

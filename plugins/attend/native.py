@@ -47,14 +47,13 @@ class _Args(ctypes.Structure):
     )
 
 
-def library(extra_flags: tuple[str, ...] = ()) -> Library:
+def library(extra_flags: tuple[str, ...] = (), levels: tuple[Level, ...] = LEVELS) -> Library:
     """What native_build compiles for this machine's processor family: one unit per instruction level, and the entry."""
     x86 = platform.machine().lower() in ("x86_64", "amd64")
-    kernel = _HERE / "cpu_kernel.cpp"
     units = [Unit(_HERE / "cpu_entry.cpp")]
-    for level in LEVELS if x86 else LEVELS[:1]:
+    for level in levels if x86 else LEVELS[:1]:
         flags = (f"-DCOMMITKV_LEVEL={level}", *_LEVEL_FLAGS[level])
-        units.append(Unit(kernel, flags, optional=level != "portable"))
+        units.append(Unit(_HERE / "cpu_kernel.cpp", flags, optional=level != "portable"))
     headers = [*sorted(_HERE.glob("cpu_*.hpp")), *sorted(_HERE.parent.glob("*.hpp"))]
     return Library("attend", tuple(units), tuple(headers), extra_flags)
 
@@ -63,13 +62,13 @@ def make_attend(
     num_threads: int,
     level: Level | None = None,
     cache_dir: Path | None = None,
-    share_openmp: bool = True,
+    share_openmp: bool = False,
 ) -> Callable[[AttendParams], None] | None:
     """`attend` over AttendParams on the CPU, or None without a compiler (said once in the log).
 
-    level: instruction level to force, None for the best this processor has. share_openmp: work on the threads of the
-    OpenMP library that torch has loaded, so that its waiting threads and ours do not compete; otherwise, and where
-    there is none, on a small pool of sleeping threads. Results do not depend on either, nor on num_threads.
+    level: instruction level to force, None for the best this processor has. The other threads are a small pool that
+    sleeps between calls; share_openmp takes the threads of the OpenMP library that torch has loaded instead, whose
+    spinning suits an idle machine and collapses on a loaded one. Results depend on neither, nor on num_threads.
     Raises ValueError for a level that this processor or this build does not have.
     """
     lib = native_build.load(library(), cache_dir)
@@ -81,7 +80,7 @@ def make_attend(
     call.argtypes, call.restype = (ctypes.c_void_p,), ctypes.c_int32
 
     def attend(params: AttendParams) -> None:
-        args = _pack(params)
+        args = pack(params)
         args.num_threads, args.level, args.parallel = num_threads, chosen, parallel
         if call(ctypes.addressof(args)) != 0:
             raise MemoryError("attend: no memory for its scratch; lower the rows per step")
@@ -118,7 +117,7 @@ def _openmp_entry() -> int | None:
     return None
 
 
-def _pack(params: AttendParams) -> _Args:
+def pack(params: AttendParams) -> _Args:
     """The C view of `params`; valid as long as its tensors live."""
     q, pages, layout, tables = params.q, params.pages, params.block_layout, params.tables
     _, kv_heads, _, page_tokens, head_dim = pages.shape
