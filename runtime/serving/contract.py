@@ -141,9 +141,7 @@ class StatsCall:
 Call = TurnCall | StopCall | EndCall | StatsCall
 
 
-def parse_call(
-    tensors: Sequence[InputTensor], client_id: str, engine_id: str, default_policy: str | None = None
-) -> Call:
+def parse_call(tensors: Sequence[InputTensor], client_id: str, engine_id: str) -> Call:
     """What a request asks for. `client_id`: Triton's request id; `engine_id`: our unique one.
 
     Raises RequestError that names the tensor, what it held and what was expected.
@@ -175,7 +173,7 @@ def parse_call(
         conversation_id=conversation_id,
         system_prompt=fields.text("system_prompt"),
         protect=_protect(fields, len(text)),
-        policy=fields.text("kv_policy") or default_policy,
+        policy=fields.text("kv_policy"),
         end_conversation=ends,
         exclude_input_from_output=fields.flag("sampling_param_exclude_input_from_output", default=True),
     )

@@ -11,7 +11,7 @@ import itertools
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -142,7 +142,7 @@ class Turns:
     def handle(self, tensors: Sequence[InputTensor], client_id: str, sink: Sink) -> None:
         """Take one request; its responses, or its one error, go to `sink`. Never raises for bad input."""
         try:
-            call = parse_call(tensors, client_id, f"{client_id or 'turn'}#{next(self._numbers)}", self._default_policy)
+            call = parse_call(tensors, client_id, f"{client_id or 'turn'}#{next(self._numbers)}")
             if isinstance(call, TurnCall):
                 self._start(call, client_id, sink)
             elif isinstance(call, StopCall):
@@ -157,6 +157,7 @@ class Turns:
             sink.fail(error_code(error), str(error))
 
     def _start(self, call: TurnCall, client_id: str, sink: Sink) -> None:
+        call = replace(call, request=self._with_policy(call.request))
         engine_id = call.request.request_id
         turn = _Turn(call, client_id, sink)
         if not call.request.exclude_input_from_output:
@@ -168,6 +169,18 @@ class Turns:
         except CommitKVError as error:
             self._forget(engine_id)
             turn.fail(error_code(error), str(error))
+
+    def _with_policy(self, request: Request) -> Request:
+        """The server's default policy is for conversations that begin; one that goes on keeps its own."""
+        if self._default_policy is None or request.policy is not None:
+            return request
+        if request.conversation_id is not None:
+            try:
+                self._loop.kv_stats(request.conversation_id)
+            except UnknownConversationError:
+                return replace(request, policy=self._default_policy)
+            return request
+        return replace(request, policy=self._default_policy)
 
     def _stop(self, client_id: str) -> None:
         with self._lock:

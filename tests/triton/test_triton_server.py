@@ -266,7 +266,27 @@ def test_a_damaged_engine_is_refused_with_the_reason(tmp_path: Path) -> None:
         TritonServer(options_for(tmp_path)).start()
 
 
-def test_an_unknown_model_parameter_is_refused(engine_dir: Path) -> None:
-    options = ServerOptions(parameters={"engine_dir": str(engine_dir), "kv_memory": "1"})
-    with pytest.raises(ServerStartError, match="model parameter kv_memory: unknown"):
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("kv_memory", "1", "model parameter kv_memory: unknown"),
+        ("num_threads", "all", "model parameter num_threads: got 'all'"),
+        ("default_policy", "nonsense", "nonsense"),
+    ],
+)
+def test_wrong_model_parameters_are_refused(engine_dir: Path, name: str, value: str, part: str) -> None:
+    options = ServerOptions(parameters={"engine_dir": str(engine_dir), name: value})
+    with pytest.raises(ServerStartError, match=part):
         TritonServer(options).start()
+
+
+def test_the_default_policy_of_the_server_holds_for_all_turns(engine_dir: Path) -> None:
+    parameters = {"engine_dir": str(engine_dir), "default_policy": "full"}
+    with TritonServer(ServerOptions(parameters=parameters, grace_s=1.0)) as server:
+        with Chat(server.grpc_url, "ours", "commitkv") as chat:
+            assert [chat.turn("x", TurnOptions(max_tokens=2)).generated_tokens for _ in range(2)] == [2, 2]
+        with Chat(server.grpc_url, "default") as chat:
+            for _ in range(3):
+                result = chat.turn("word " * 100, TurnOptions(max_tokens=2))
+            wait_idle(server.grpc_url, 20)
+            assert (chat.state()[0].committed, chat.state()[0].active) == (0, result.kv.active)

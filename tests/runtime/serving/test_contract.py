@@ -28,8 +28,8 @@ def one(name: str, value: Value) -> InputTensor:
     return InputTensor(name, INPUTS[name].dtype, (1,), [value])
 
 
-def parse(*tensors: InputTensor, client_id: str = "c", policy: str | None = None) -> object:
-    return parse_call(tensors, client_id, "engine-1", policy)
+def parse(*tensors: InputTensor, client_id: str = "c") -> object:
+    return parse_call(tensors, client_id, "engine-1")
 
 
 def turn(*tensors: InputTensor, text: bytes = b"hello") -> TurnCall:
@@ -77,13 +77,6 @@ def test_defaults_are_greedy_and_whole() -> None:
     assert call.request.sampling.temperature == 0.0
     assert call.request.conversation_id is None and call.request.policy is None
     assert call.request.exclude_input_from_output
-
-
-def test_the_server_default_policy_gives_way_to_the_request() -> None:
-    call = parse(one("text_input", b"x"), policy="commitkv")
-    assert isinstance(call, TurnCall) and call.request.policy == "commitkv"
-    call = parse(one("text_input", b"x"), one("kv_policy", b"full"), policy="commitkv")
-    assert isinstance(call, TurnCall) and call.request.policy == "full"
 
 
 def test_calls_that_run_no_turn() -> None:

@@ -48,6 +48,8 @@ class HandLoop:
         return Stats()
 
     def kv_stats(self, conversation_id: str) -> KvStats:
+        if conversation_id == "new":
+            raise UnknownConversationError("conversation_id: got 'new'")
         return KvStats(kv_bytes=5)
 
     def close(self, grace_s: float) -> None:
@@ -230,6 +232,16 @@ def test_errors_reach_the_client_with_their_text(loop: HandLoop, turns: Turns) -
     turns.handle([one("text_input", b"")], "", bad)
     assert bad.error is not None and bad.error[0] == "INVALID_ARG"
     assert error_code(ValueError("x")) == "INTERNAL"
+
+
+def test_the_default_policy_is_for_conversations_that_begin(loop: HandLoop) -> None:
+    turns = Turns(loop, "commitkv", log=lambda _: None)
+    start(turns)
+    start(turns, one("conversation_id", b"new"))
+    start(turns, one("conversation_id", b"held"))
+    start(turns, one("conversation_id", b"new"), one("kv_policy", b"full"))
+    turns.close(0.0)
+    assert [request.policy for request in loop.requests] == ["commitkv", "commitkv", None, "full"]
 
 
 def test_ending_and_asking_run_no_turn(loop: HandLoop, turns: Turns) -> None:

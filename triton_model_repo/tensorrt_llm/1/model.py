@@ -1,6 +1,7 @@
 """Triton's side of the model `tensorrt_llm`: converts tensors, hands requests to `runtime.serving`, nothing else."""
 
 import json
+import logging
 import os
 import sys
 from dataclasses import fields
@@ -15,6 +16,7 @@ sys.path.insert(0, str(REPO_ROOT))
 from runtime.config import RuntimeConfig  # noqa: E402
 from runtime.errors import CommitKVError, ConfigError  # noqa: E402
 from runtime.loop import EngineLoop  # noqa: E402
+from runtime.policy.registry import get_policy  # noqa: E402
 from runtime.serving.contract import INPUTS, InputTensor  # noqa: E402
 from runtime.serving.turns import Turns  # noqa: E402
 from runtime.wiring import load_engine  # noqa: E402
@@ -35,14 +37,18 @@ class TritonPythonModel:
     """One engine, one instance. Model parameters: see config.pbtxt."""
 
     def initialize(self, args):
+        logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
         config = json.loads(args["model_config"])
         parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
         try:
             self._grace_s = float(parameters.get("grace_s", "30"))
             engine_dir = _path(parameters.get("engine_dir")) or REPO_ROOT / "engines" / "smollm2-135m"
+            default_policy = parameters.get("default_policy") or None
+            if default_policy:
+                get_policy(default_policy)  # refused at start, not at the first request
             engine = load_engine(engine_dir, _runtime_config(parameters))
             log = pb_utils.Logger.log_warn
-            self._turns = Turns(EngineLoop(engine), parameters.get("default_policy") or None, log)
+            self._turns = Turns(EngineLoop(engine), default_policy, log)
         except CommitKVError as error:
             raise pb_utils.TritonModelException(_printable(str(error))) from None
 
