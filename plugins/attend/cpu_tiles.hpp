@@ -60,6 +60,14 @@ static Run block_run(const Plan &plan, int64_t place, int32_t used, int32_t coun
   return Run{block + skip, block + a.v_codes + skip, block, used, 0, count};
 }
 
+// The scores of a segment lie scattered and are raised only when the whole list is done: fetch them early.
+COMMITKV_INLINE void prefetch_scores(const Plan &plan, const Item &item, int64_t place, bool page) {
+  const Args &a = plan.args;
+  const uint16_t *from = page ? a.seen + (int64_t(a.page_ids[place]) * a.kv_heads + item.head) * a.page_tokens
+                              : a.score + int64_t(a.block_ids[place]) * a.block_entries;
+  for (int64_t i = 0; i < (page ? a.page_tokens : a.block_entries); i += 32) __builtin_prefetch(from + i, 0, 2);
+}
+
 // Fills `tile` with the next tokens of the item; false at its end.
 static bool next_tile(const Plan &plan, const Item &item, Cursor &at, Tile &tile, int32_t capacity) {
   const Args &a = plan.args;
@@ -81,6 +89,7 @@ static bool next_tile(const Plan &plan, const Item &item, Cursor &at, Tile &tile
       run.first = tile.tokens;
       if (!page) widen_f16(halves(run.block, a.bias) + at.used, count, tile.bias + run.first);
       tile.runs[tile.num_runs++] = run;
+      if (item.recorded_to) prefetch_scores(plan, item, place, page);
       tile.tokens += count, at.used += count, at.offset += count;
       if (page) at.position += count;
     }
