@@ -18,7 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # run as a script: only the script's own folder is on the path
     sys.path.insert(0, str(ROOT))
 
-import torch  # noqa: E402
+try:
+    import torch
+except ModuleNotFoundError as missing:
+    sys.exit(
+        f"error: package {missing.name} is not installed for {sys.executable}; run 'make setup' once, "
+        f"then use .venv/bin/python"
+    )
 
 from builder.default_model import ENGINE_NAME, default_gguf  # noqa: E402
 from builder.engine_writer import check_output, check_tensors, write_engine  # noqa: E402
