@@ -159,11 +159,11 @@ def infer(
         client.start_stream(lambda result, error: answers.put((result, error)))
         try:
             client.async_stream_infer(MODEL_NAME, list(inputs), request_id=request_id)
-        except InferenceServerException as error:  # the stream broke before, and the callback is told why
+        except InferenceServerException as broken:  # the stream broke before, and the callback is told why
             try:
                 answers.put(answers.get(timeout=STREAM_ERROR_WAIT_S))
             except queue.Empty:
-                answers.put((None, error))
+                answers.put((None, broken))
         deadline = time.monotonic() + timeout_s
         while not done:
             try:

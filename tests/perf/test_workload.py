@@ -23,9 +23,7 @@ def test_shipped_conversations_state_each_fact_before_it_is_asked(path: Path) ->
     for number, turn in asked:
         assert turn.ask is not None
         stated = [n for n, t in enumerate(conversation.turns) if any(e in t.text for e in turn.ask.expect)]
-        assert stated and min(stated) < number, (
-            f"turn {number + 1} asks for {turn.ask.fact} before it is said"
-        )
+        assert stated and min(stated) < number, f"turn {number + 1} asks for {turn.ask.fact} before it is said"
         assert not turn.ask.right(turn.text), f"turn {number + 1} gives {turn.ask.fact} away"
 
 
