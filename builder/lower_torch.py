@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from builder.model import EMBEDDING, HEAD, DecoderModel, weight_recipes
 from builder.rope import inverse_frequencies, rotary_tables
 from builder.weights.safetensors_files import open_file
+from plugins.pointwise.cpu import TorchPointwise
+from plugins.pointwise.params import Pointwise
 from runtime.config import ModelSpec
 
 TORCH_DTYPE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -62,9 +64,20 @@ def has_fast_bf16() -> bool:
 class TorchDecoder:
     """A model ready to run steps. Weights are named and shaped as in `builder.model.weight_recipes`."""
 
-    def __init__(self, spec: ModelSpec, weights: Mapping[str, torch.Tensor], dtype: str, device: str = "cpu") -> None:
-        """Takes weights one by one, so that a lazy mapping never has to hold all of them."""
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Mapping[str, torch.Tensor],
+        dtype: str,
+        device: str = "cpu",
+        pointwise: Pointwise | None = None,
+    ) -> None:
+        """Takes weights one by one, so that a lazy mapping never has to hold all of them.
+
+        pointwise: form of the row operations, None for torch's.
+        """
         self.spec = spec
+        self._pointwise = pointwise or TorchPointwise()
         self.dtype = TORCH_DTYPE[dtype]
         self.device = torch.device(device)
         self.frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
@@ -96,7 +109,7 @@ class TorchDecoder:
         token_ids, positions: [rows] int64. `interrupted` is asked before each layer.
         """
         rotary = rotary_tables(self.frequencies, positions, self.spec.rope.attention_factor)
-        ops = _TorchOps(self.spec, self._weights, kv, _StepInput(token_ids, rotary, logit_rows))
+        ops = _TorchOps(self.spec, self._weights, kv, self._pointwise, _StepInput(token_ids, rotary, logit_rows))
         return self.model.run(ops, interrupted)
 
 
@@ -110,10 +123,13 @@ class _StepInput:
 class _TorchOps:
     """`builder.model.Ops` over tensors, for one step."""
 
-    def __init__(self, spec: ModelSpec, weights: dict[str, _Weight], kv: KvStep, step: _StepInput) -> None:
+    def __init__(
+        self, spec: ModelSpec, weights: dict[str, _Weight], kv: KvStep, pointwise: Pointwise, step: _StepInput
+    ) -> None:
         self._spec = spec
         self._weights = weights
         self._kv = kv
+        self._pointwise = pointwise
         self._step = step
         self._head_split = [spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads]
 
@@ -130,17 +146,16 @@ class _TorchOps:
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: str) -> torch.Tensor:
-        wide = x.float()
-        square_sum: torch.Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
-        scale = square_sum.div_(x.shape[-1]).add_(self._spec.rms_eps).rsqrt_()
-        return (wide * scale).mul_(self._weights[weight].data).to(x.dtype)
+        return self._pointwise.rms_norm(x, self._weights[weight].data, self._spec.rms_eps)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b
 
+    def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._pointwise.add_norm(x, delta, self._weights[weight].data, self._spec.rms_eps)
+
     def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return self._pointwise.gated_silu(gate_up)
 
     def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         q, k, v = torch.split(qkv.view(qkv.shape[0], -1, self._spec.head_dim), self._head_split, dim=1)
@@ -180,6 +195,8 @@ class _FileWeights(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-def load_decoder(weights_file: Path, spec: ModelSpec, dtype: str, device: str = "cpu") -> TorchDecoder:
+def load_decoder(
+    weights_file: Path, spec: ModelSpec, dtype: str, device: str = "cpu", pointwise: Pointwise | None = None
+) -> TorchDecoder:
     """The decoder of an engine directory's `weights.safetensors`, whose manifest was checked before."""
-    return TorchDecoder(spec, _FileWeights(weights_file), dtype, device)
+    return TorchDecoder(spec, _FileWeights(weights_file), dtype, device, pointwise)

@@ -40,6 +40,10 @@ class Ops(Protocol[T]):
 
     def add(self, a: T, b: T) -> T: ...
 
+    def add_norm(self, x: T, delta: T, weight: str) -> tuple[T, T]:
+        """x + delta and the rms_norm of it: the residual sum and what the next block reads."""
+        ...
+
     def gated_silu(self, gate_up: T) -> T:
         """[R, 2F] -> [R, F]: silu(first half) * second half."""
         ...
@@ -169,16 +173,20 @@ class DecoderModel:
     def run(self, ops: Ops[T], interrupted: Callable[[], bool] | None = None) -> T | None:
         """Logits [n, vocab] of the wanted rows, or None once `interrupted`, asked before each layer, says so."""
         x = ops.embed(EMBEDDING)
+        normed = ops.rms_norm(x, self.layers[0].attention_norm)
         for layer, names in enumerate(self.layers):
             if interrupted is not None and interrupted():
                 return None
-            x = ops.add(x, self._attention(ops, layer, names, x))
-            gate_up = ops.linear(ops.rms_norm(x, names.ffn_norm), names.gate_up, None)
-            x = ops.add(x, ops.linear(ops.gated_silu(gate_up), names.down, None))
+            x, normed = ops.add_norm(x, self._attention(ops, layer, names, normed), names.ffn_norm)
+            delta = ops.linear(ops.gated_silu(ops.linear(normed, names.gate_up, None)), names.down, None)
+            if layer + 1 < len(self.layers):
+                x, normed = ops.add_norm(x, delta, self.layers[layer + 1].attention_norm)
+            else:
+                x = ops.add(x, delta)
         return ops.logits(ops.rms_norm(ops.take_rows(x), FINAL_NORM), self.head)
 
-    def _attention(self, ops: Ops[T], layer: int, names: LayerNames, x: T) -> T:
-        qkv = ops.linear(ops.rms_norm(x, names.attention_norm), names.qkv, names.qkv_bias)
+    def _attention(self, ops: Ops[T], layer: int, names: LayerNames, normed: T) -> T:
+        qkv = ops.linear(normed, names.qkv, names.qkv_bias)
         q, k, v = ops.split_heads(qkv)
         if names.q_norm and names.k_norm:
             q, k = ops.rms_norm(q, names.q_norm), ops.rms_norm(k, names.k_norm)

@@ -13,6 +13,7 @@ from builder.lower_torch import load_decoder
 from plugins.attend.cpu import attend as torch_attend
 from plugins.attend.native import make_attend
 from plugins.attend.params import AttendParams
+from plugins.pointwise.native import make_pointwise
 from runtime import manifest as manifests
 from runtime.chat_format import ChatFormat
 from runtime.config import RuntimeConfig
@@ -39,7 +40,8 @@ def load_engine(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True)
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     manager = KvManager(spec, limits, config.kv_memory_bytes)
     storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks)
-    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype)
+    pointwise = make_pointwise(torch.get_num_threads())
+    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, pointwise=pointwise)
     executor = TorchExecutor(decoder, spec, limits, storage, _attend_form())
     tokenizer = load_tokenizer(engine_dir, manifest)
     chat_format = load_chat_format(engine_dir, manifest)

@@ -5,13 +5,7 @@
 #include <new>
 #include <vector>
 
-#if defined(__x86_64__)
-#include <cpuid.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
-#include "../thread_pool.hpp"
+#include "../cpu_support.hpp"
 #include "cpu_plan.hpp"
 
 namespace commitkv {
@@ -41,31 +35,6 @@ Kernels kernels_of(int32_t level) {
     case AMX: return {amx::attend_item, amx::attend_finish};
     default: return {portable::attend_item, portable::attend_finish};
   }
-}
-
-#if defined(__x86_64__)
-// Linux hands out the tile registers on request only (arch_prctl ARCH_REQ_XCOMP_PERM, feature 18).
-bool amx_allowed() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool tiles = (d >> 24 & 1) && (d >> 22 & 1);
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return false;
-  const bool avx512_bf16 = a >> 5 & 1;
-  return tiles && avx512_bf16 && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-}
-#endif
-
-bool processor_has(int32_t level) {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (level == AVX2) return avx2;
-  if (level == AVX512) return avx512;
-  if (level == AMX) return avx512 && amx_allowed();
-#endif
-  return level == PORTABLE;
 }
 
 // Memory that grows and is kept for the next call of the same thread.
@@ -231,8 +200,6 @@ constexpr int64_t ALONE = 200000;  // multiply-adds (some 20 us) below which wak
 }  // namespace
 }  // namespace commitkv
 
-#define COMMITKV_EXPORT __attribute__((visibility("default")))
-
 extern "C" {
 
 // 1 if this processor and this build have the level (see commitkv::Level).
@@ -262,7 +229,7 @@ COMMITKV_EXPORT int32_t commitkv_attend(const commitkv::Args *args) {
   } else if (args->parallel) {
     args->parallel(work_on, &job, unsigned(threads), 0);
   } else {
-    ThreadPool::shared().run(work_on, &job, threads);
+    run_parallel(work_on, &job, threads);
   }
   return job.failed ? 1 : 0;
 }

@@ -5,14 +5,10 @@
 // times group, the query vectors of one item; vector m = row * group + head within the group.
 #pragma once
 
-#include <cstdint>
+#include "../cpu_support.hpp"
 
 namespace commitkv {
 
-enum DType : int32_t { F32 = 0, BF16 = 1, F16 = 2, I8 = 3, I4 = 4 };
-enum Level : int32_t { PORTABLE = 0, AVX2 = 1, AVX512 = 2, AMX = 3 };
-
-typedef void (*ParallelBody)(void *);
 // GOMP_parallel of the OpenMP library that the process already uses.
 typedef void (*ParallelStart)(ParallelBody body, void *data, unsigned num_threads, unsigned flags);
 
@@ -38,14 +34,6 @@ constexpr int64_t MAX_VECTORS = 192;   // query vectors of one item, at most (or
 constexpr int64_t TILE = 64;           // tokens of one tile of the decode path
 constexpr int64_t WIDE_TILE = 128;     // and of the prefill paths
 constexpr int64_t DOT_VECTORS = 8;     // up to so many query vectors the decode path is taken
-
-inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
-inline int64_t element_bytes(int32_t dtype) { return dtype == F32 ? 4 : 2; }
-
-inline int64_t code_row_bytes(int32_t format, int64_t head_dim) {
-  return format == F32 ? head_dim * 4 : format == I8 ? head_dim : format == I4 ? head_dim / 2 : head_dim * 2;
-}
 
 // One piece of work: rows [row, row + rows) of the batch against segments [first_segment, last_segment) of a list.
 struct Item {

@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
-import torch
-
-from plugins import native_build
+from plugins import native_build, native_levels
 from plugins.attend.params import AttendParams
 from plugins.native_build import Library, Unit
-
-Level = Literal["portable", "avx2", "avx512", "amx"]
-LEVELS: tuple[Level, ...] = ("portable", "avx2", "avx512", "amx")  # order of commitkv::Level
+from plugins.native_levels import DTYPE_CODES, FORMAT_CODES, LEVELS, Level
 
 _HERE = Path(__file__).resolve().parent
-_AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
-_LEVEL_FLAGS: dict[Level, tuple[str, ...]] = {
-    "portable": (),
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-}
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # commitkv::DType
-_FORMAT_CODES = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "int4": 4}
 
 _POINTERS = ("q", "out", "pages", "seen", "blocks", "score", "row_starts", "page_starts", "page_ids", "page_lens",
              "block_starts", "block_ids", "block_lens", "record", "parallel")  # fmt: skip
@@ -49,13 +33,8 @@ class _Args(ctypes.Structure):
 
 def library(extra_flags: tuple[str, ...] = (), levels: tuple[Level, ...] = LEVELS) -> Library:
     """What native_build compiles for this machine's processor family: one unit per instruction level, and the entry."""
-    x86 = platform.machine().lower() in ("x86_64", "amd64")
-    units = [Unit(_HERE / "cpu_entry.cpp")]
-    for level in levels if x86 else LEVELS[:1]:
-        flags = (f"-DCOMMITKV_LEVEL={level}", *_LEVEL_FLAGS[level])
-        units.append(Unit(_HERE / "cpu_kernel.cpp", flags, optional=level != "portable"))
-    headers = [*sorted(_HERE.glob("cpu_*.hpp")), *sorted(_HERE.parent.glob("*.hpp"))]
-    return Library("attend", tuple(units), tuple(headers), extra_flags)
+    entry = (Unit(_HERE / "cpu_entry.cpp"),)
+    return native_levels.level_library("attend", _HERE / "cpu_kernel.cpp", levels, entry, extra_flags)
 
 
 def make_attend(
@@ -74,7 +53,7 @@ def make_attend(
     lib = native_build.load(library(), cache_dir)
     if lib is None:
         return None
-    chosen = _choose_level(lib, level)
+    chosen = LEVELS.index(native_levels.choose_level(_levels_of(lib), level))
     parallel = _openmp_entry() if share_openmp else None
     call = lib.commitkv_attend
     call.argtypes, call.restype = (ctypes.c_void_p,), ctypes.c_int32
@@ -96,13 +75,6 @@ def levels(cache_dir: Path | None = None) -> tuple[Level, ...]:
 
 def _levels_of(lib: ctypes.CDLL) -> tuple[Level, ...]:
     return tuple(name for code, name in enumerate(LEVELS) if lib.commitkv_attend_has(code))
-
-
-def _choose_level(lib: ctypes.CDLL, level: Level | None) -> int:
-    available = _levels_of(lib)
-    if level is not None and level not in available:
-        raise ValueError(f"level: got {level!r}, expected one of {', '.join(available)}; this processor has no other")
-    return LEVELS.index(level or available[-1])
 
 
 def _openmp_entry() -> int | None:
@@ -134,5 +106,5 @@ def pack(params: AttendParams) -> _Args:
         len(tables.row_starts) - 1, kv_heads, q.shape[1] // kv_heads, head_dim, page_tokens,
         layout.block_entries, layout.block_bytes, layout.v_codes, layout.k_scale, layout.k_min,
         layout.v_scale, layout.v_min, layout.bias,
-        _DTYPE_CODES[q.dtype], _DTYPE_CODES[pages.dtype], _FORMAT_CODES[layout.format], 1, 0, params.scale,
+        DTYPE_CODES[q.dtype], DTYPE_CODES[pages.dtype], FORMAT_CODES[layout.format], 1, 0, params.scale,
     )  # fmt: skip

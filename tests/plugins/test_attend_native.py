@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins import blocks as block_codec
-from plugins import native_build
 from plugins.attend import native, reference
 from plugins.attend.params import AttendParams, AttendTables
 from plugins.layout import BlockLayout
+from tests.plugins.native_forms import SANITIZERS, run_sanitized
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("g++", "c++", "clang++")), reason="needs a C++ compiler"
@@ -271,20 +267,5 @@ def test_fuzz(attends: dict[str, Attend], case: Case) -> None:
 
 def test_under_sanitizers() -> None:
     """AddressSanitizer and UBSan over all levels: no access beyond a tensor or the scratch, no undefined arithmetic."""
-    compiler = native_build.find_compiler()
-    assert compiler is not None
-    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
-    if not os.path.isabs(runtime):
-        pytest.skip("this compiler has no AddressSanitizer")
-    flags = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-    library = native.library(flags, ("portable", native.levels()[-1]))  # the best level holds the others' code too
-    library = dataclasses.replace(library, name="attend_sanitized")
-    path = native_build.build(library, native_build.default_cache_dir(), compiler)
-    here = Path(__file__).resolve()
-    environment = {
-        "PATH": os.environ.get("PATH", ""), "LD_PRELOAD": os.path.realpath(runtime), "ASAN_OPTIONS": "detect_leaks=0",
-        "PYTHONPATH": f"{here.parents[2]}{os.pathsep}{here.parent}", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    script = [sys.executable, str(here.parent / "attend_sanitized.py"), str(path)]
-    done = subprocess.run(script, capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 0 and "done" in done.stdout, done.stderr[-3000:]
+    library = native.library(SANITIZERS, ("portable", native.levels()[-1]))  # the best level holds the others' code too
+    run_sanitized(dataclasses.replace(library, name="attend_sanitized"), "attend_sanitized.py")
