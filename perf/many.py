@@ -111,8 +111,8 @@ class Load:
 def _talk(url: str, policy: str, index: int, load: Load, bar: tqdm[Any]) -> tuple[Chat, list[TurnResult]]:
     chat = Chat(url, f"many-{policy}-{index}", policy)
     results = []
-    # One word of the list is about 1.45 tokens, punctuation included.
-    num_words = round((load.tokens / load.turns - load.answer_tokens) / 1.45)
+    # One word of the list is about 1.24 tokens, punctuation included.
+    num_words = round((load.tokens / load.turns - load.answer_tokens) / 1.24)
     for turn in range(load.turns):
         text = message(1000 * index + turn, num_words)
         results.append(chat.turn(text, TurnOptions(max_tokens=load.answer_tokens)))
