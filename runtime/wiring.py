@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from builder.lower_torch import load_decoder
-from plugins.attend.cpu import attend as torch_attend
+from plugins.append.native import make_append
 from plugins.attend.native import make_attend
-from plugins.attend.params import AttendParams
 from plugins.pointwise.native import make_pointwise
 from runtime import manifest as manifests
 from runtime.chat_format import ChatFormat
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, EngineParts
-from runtime.executor_torch import TorchExecutor
+from runtime.executor_torch import TORCH_FORMS, Forms, TorchExecutor
 from runtime.intake import Intake
 from runtime.kv_manager import KvManager
 from runtime.kv_storage import KvStorage
@@ -42,7 +40,7 @@ def load_engine(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True)
     storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks)
     pointwise = make_pointwise(torch.get_num_threads())
     decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, pointwise=pointwise)
-    executor = TorchExecutor(decoder, spec, limits, storage, _attend_form())
+    executor = TorchExecutor(decoder, spec, limits, storage, native_forms(torch.get_num_threads()))
     tokenizer = load_tokenizer(engine_dir, manifest)
     chat_format = load_chat_format(engine_dir, manifest)
     probe_prompt, _ = tokenizer.encode(chat_format.next_turn(PROBE_REQUEST, False).text, (0, 0))
@@ -78,6 +76,10 @@ def load_chat_format(engine_dir: Path, manifest: Manifest) -> ChatFormat:
     )
 
 
-def _attend_form() -> Callable[[AttendParams], None]:
-    """The native kernel, or its torch form where there is no compiler (said once in the log)."""
-    return make_attend(torch.get_num_threads()) or torch_attend
+def native_forms(num_threads: int) -> Forms:
+    """The native form of every operation, torch's where there is no compiler (said in the log)."""
+    return Forms(
+        append=make_append(num_threads) or TORCH_FORMS.append,
+        attend=make_attend(num_threads) or TORCH_FORMS.attend,
+        publish=TORCH_FORMS.publish,
+    )

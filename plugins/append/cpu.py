@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from plugins.append.params import AppendParams
+from plugins.append.params import AppendParams, AppendStep, Rotary
+from plugins.memory import KvMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +26,7 @@ class AppendTables:
     seen_index: torch.Tensor
 
 
-def prepare(slots: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], pages: torch.Tensor) -> AppendTables:
+def prepare(slots: torch.Tensor, rotary: Rotary, pages: torch.Tensor) -> AppendTables:
     """Tables of one step. slots [rows]; rotary: cos, sin [rows, >= D/2] fp32; pages: any layer's, for its shape."""
     _, kv_heads, _, page_tokens, head_dim = pages.shape
     cos, sin = (x[:, None, : head_dim // 2] for x in rotary)
@@ -59,3 +60,15 @@ def append(params: AppendParams) -> torch.Tensor:
     """Writes K, V and a zero `seen` into each row's slot, in place; returns the rotated q in q's dtype, contiguous."""
     tables = prepare(params.slots, (params.cos, params.sin), params.pages)
     return append_layer((params.q, params.k, params.v), tables, params.pages, params.seen)
+
+
+class TorchAppend:
+    """`plugins.append.params.AppendForm` with torch's operations."""
+
+    def begin(self, slots: torch.Tensor, rotary: Rotary, memory: KvMemory) -> AppendStep:
+        tables = prepare(slots, rotary, memory.pages[0])
+
+        def step(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return append_layer((q, k, v), tables, memory.pages[layer], memory.seen[layer])
+
+        return step

@@ -1,10 +1,18 @@
-"""The one parameter record of `append`; its reference and torch forms take it."""
+"""The parameters of `append`: one record for a single layer, and what a form offers for the layers of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+from plugins.memory import KvMemory
+
+Rotary = tuple[torch.Tensor, torch.Tensor]
+AppendStep = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, q [rows, q_heads, D], k, v [rows, G, D]) -> rotated q, contiguous; writes the layer's pages and `seen`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,3 +32,11 @@ class AppendParams:
     slots: torch.Tensor
     pages: torch.Tensor
     seen: torch.Tensor
+
+
+class AppendForm(Protocol):
+    """A form of `append` for all layers of one step, whose slots and angles are the same in every layer."""
+
+    def begin(self, slots: torch.Tensor, rotary: Rotary, memory: KvMemory) -> AppendStep:
+        """slots [rows] int64, cos and sin as in `AppendParams`. The tensors must live as long as the step."""
+        ...

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from plugins.attend.params import AttendParams
+from plugins.attend.params import AttendParams, AttendStep, StepTables
 from plugins.blocks import read_bias, read_keys, read_values
+from plugins.memory import KvMemory
 
 TILE_LOGITS = 1 << 21
 LOWEST = -3.0e38
@@ -46,6 +47,17 @@ class Weights:
 
     pages: torch.Tensor
     blocks: torch.Tensor | None
+
+
+class TorchAttend:
+    """`plugins.attend.params.AttendForm` with torch's operations."""
+
+    def begin(self, memory: KvMemory, tables: StepTables, scale: float) -> AttendStep:
+        def step(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+            where = (memory.pages[layer], memory.seen[layer], memory.blocks, memory.score, memory.layout)
+            attend(AttendParams(q, out, *where, tables.layer(layer), scale))
+
+        return step
 
 
 def attend(params: AttendParams) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from plugins import native_build, native_levels
-from plugins.attend.params import AttendParams
+from plugins.attend.params import AttendParams, AttendStep, AttendTables, StepTables
+from plugins.layout import BlockLayout
+from plugins.memory import KvMemory
 from plugins.native_build import Library, Unit
 from plugins.native_levels import DTYPE_CODES, FORMAT_CODES, LEVELS, Level
 
 _HERE = Path(__file__).resolve().parent
+_NO_MEMORY = "attend: no memory for its scratch; lower the rows per step"
 
 _POINTERS = ("q", "out", "pages", "seen", "blocks", "score", "row_starts", "page_starts", "page_ids", "page_lens",
              "block_starts", "block_ids", "block_lens", "record", "parallel")  # fmt: skip
@@ -37,12 +41,56 @@ def library(extra_flags: tuple[str, ...] = (), levels: tuple[Level, ...] = LEVEL
     return native_levels.level_library("attend", _HERE / "cpu_kernel.cpp", levels, entry, extra_flags)
 
 
+class NativeAttend:
+    """`attend` on the CPU, for one record (a call) or for the layers of a step (`begin`)."""
+
+    def __init__(self, lib: ctypes.CDLL, level: int, num_threads: int, parallel: int | None) -> None:
+        self._call = lib.commitkv_attend
+        self._call.argtypes, self._call.restype = (ctypes.c_void_p,), ctypes.c_int32
+        self._level, self._threads, self._parallel = level, num_threads, parallel
+
+    def __call__(self, params: AttendParams) -> None:
+        args = pack(params)
+        self._run(args, ctypes.addressof(args))
+
+    def begin(self, memory: KvMemory, tables: StepTables, scale: float) -> AttendStep:
+        """One argument record for the layers of a step; a call sets what differs."""
+        args = _geometry(memory.pages[0], memory.layout)
+        args.blocks, args.score, args.scale = memory.blocks.data_ptr(), memory.score.data_ptr(), scale
+        _set_tables(args, tables)
+        args.num_threads, args.level, args.parallel = self._threads, self._level, self._parallel
+        address, pointers, blocks = ctypes.addressof(args), memory.addresses, tables.blocks
+        starts, ids, lens = blocks.starts.data_ptr(), blocks.ids.data_ptr(), blocks.lens.data_ptr()
+        starts_bytes, call = 4 * blocks.starts.shape[1], self._call
+        rows, head_dim = tables.record.shape[0], args.head_dim
+
+        def step(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+            if not args.group:
+                assert q.is_contiguous() and out.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype
+                assert q.shape[0] == rows and q.shape[2] == head_dim and q.shape[1] % args.kv_heads == 0
+                args.group, args.q_dtype = q.shape[1] // args.kv_heads, DTYPE_CODES[q.dtype]
+            first = 4 * tables.blocks.first[layer]
+            args.pages, args.seen = pointers[layer]
+            args.block_starts = starts + layer * starts_bytes
+            args.block_ids, args.block_lens = ids + first, lens + first
+            args.q, args.out = q.data_ptr(), out.data_ptr()
+            if call(address) != 0:
+                raise MemoryError(_NO_MEMORY)
+
+        return step
+
+    def _run(self, args: _Args, address: int) -> None:
+        args.num_threads, args.level, args.parallel = self._threads, self._level, self._parallel
+        if self._call(address) != 0:
+            raise MemoryError(_NO_MEMORY)
+
+
 def make_attend(
     num_threads: int,
     level: Level | None = None,
     cache_dir: Path | None = None,
     share_openmp: bool = False,
-) -> Callable[[AttendParams], None] | None:
+) -> NativeAttend | None:
     """`attend` over AttendParams on the CPU, or None without a compiler (said once in the log).
 
     level: instruction level to force, None for the best this processor has. The other threads are a small pool that
@@ -54,17 +102,7 @@ def make_attend(
     if lib is None:
         return None
     chosen = LEVELS.index(native_levels.choose_level(_levels_of(lib), level))
-    parallel = _openmp_entry() if share_openmp else None
-    call = lib.commitkv_attend
-    call.argtypes, call.restype = (ctypes.c_void_p,), ctypes.c_int32
-
-    def attend(params: AttendParams) -> None:
-        args = pack(params)
-        args.num_threads, args.level, args.parallel = num_threads, chosen, parallel
-        if call(ctypes.addressof(args)) != 0:
-            raise MemoryError("attend: no memory for its scratch; lower the rows per step")
-
-    return attend
+    return NativeAttend(lib, chosen, num_threads, _openmp_entry() if share_openmp else None)
 
 
 def levels(cache_dir: Path | None = None) -> tuple[Level, ...]:
@@ -91,20 +129,36 @@ def _openmp_entry() -> int | None:
 
 def pack(params: AttendParams) -> _Args:
     """The C view of `params`; valid as long as its tensors live."""
-    q, pages, layout, tables = params.q, params.pages, params.block_layout, params.tables
-    _, kv_heads, _, page_tokens, head_dim = pages.shape
-    assert head_dim % 8 == 0 and head_dim <= 256 and q.shape[1] % kv_heads == 0
+    q, pages, tables = params.q, params.pages, params.tables
+    args = _geometry(pages, params.block_layout)
     assert q.is_contiguous() and params.out.is_contiguous() and params.out.dtype == q.dtype
     assert pages.is_contiguous() and params.seen.is_contiguous()
     assert params.blocks.is_contiguous() and params.score.is_contiguous()
-    return _Args(
-        q.data_ptr(), params.out.data_ptr(), pages.data_ptr(), params.seen.data_ptr(),
-        params.blocks.data_ptr(), params.score.data_ptr(), tables.row_starts.data_ptr(),
-        tables.page_starts.data_ptr(), tables.page_ids.data_ptr(), tables.page_lens.data_ptr(),
-        tables.block_starts.data_ptr(), tables.block_ids.data_ptr(), tables.block_lens.data_ptr(),
-        tables.record.data_ptr(), None,
-        len(tables.row_starts) - 1, kv_heads, q.shape[1] // kv_heads, head_dim, page_tokens,
-        layout.block_entries, layout.block_bytes, layout.v_codes, layout.k_scale, layout.k_min,
-        layout.v_scale, layout.v_min, layout.bias,
-        DTYPE_CODES[q.dtype], DTYPE_CODES[pages.dtype], FORMAT_CODES[layout.format], 1, 0, params.scale,
-    )  # fmt: skip
+    assert q.shape[1] % args.kv_heads == 0
+    args.q, args.out, args.scale = q.data_ptr(), params.out.data_ptr(), params.scale
+    args.pages, args.seen = pages.data_ptr(), params.seen.data_ptr()
+    args.blocks, args.score = params.blocks.data_ptr(), params.score.data_ptr()
+    args.group, args.q_dtype = q.shape[1] // args.kv_heads, DTYPE_CODES[q.dtype]
+    _set_tables(args, tables)
+    args.block_starts, args.block_ids = tables.block_starts.data_ptr(), tables.block_ids.data_ptr()
+    args.block_lens, args.num_threads = tables.block_lens.data_ptr(), 1
+    return args
+
+
+def _geometry(pages: torch.Tensor, layout: BlockLayout) -> _Args:
+    """Sizes and codes that follow from the arenas."""
+    _, kv_heads, _, page_tokens, head_dim = pages.shape
+    assert head_dim % 8 == 0 and head_dim <= 256 and head_dim == layout.head_dim
+    args = _Args()
+    args.kv_heads, args.head_dim, args.page_tokens = kv_heads, head_dim, page_tokens
+    for name in ("block_entries", "block_bytes", "v_codes", "k_scale", "k_min", "v_scale", "v_min", "bias"):
+        setattr(args, name, getattr(layout, name))
+    args.page_dtype, args.block_format = DTYPE_CODES[pages.dtype], FORMAT_CODES[layout.format]
+    return args
+
+
+def _set_tables(args: _Args, tables: AttendTables | StepTables) -> None:
+    """The tables that are the same in every layer."""
+    args.row_starts, args.page_starts = tables.row_starts.data_ptr(), tables.page_starts.data_ptr()
+    args.page_ids, args.page_lens = tables.page_ids.data_ptr(), tables.page_lens.data_ptr()
+    args.record, args.num_seqs = tables.record.data_ptr(), tables.row_starts.shape[0] - 1

@@ -1,4 +1,4 @@
-"""The one parameter record of `attend`; its reference, torch and native forms all take it.
+"""The parameters of `attend`: one record for a single layer, and what a form offers for the layers of a step.
 
 For sequence s and query head h of KV head g = h // group_size, row i of its n rows attends to
     the page tokens of s in table order, all but the last n - 1 - i of them, and
@@ -10,11 +10,17 @@ Blocks themselves are never written.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from plugins.layout import BlockLayout
+from plugins.memory import KvMemory
+
+AttendStep = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""(layer, q, out [rows, q_heads, D] contiguous): writes out, raises the layer's `seen` and `score`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,3 +60,43 @@ class AttendParams:
     block_layout: BlockLayout
     tables: AttendTables
     scale: float
+
+
+@dataclass(frozen=True, eq=False)
+class LayerBlocks:
+    """Block lists of some sequences in every layer, in the order of `AttendTables`.
+
+    starts [num_layers, S*G+1] int32, counted within the layer; layer i owns ids and lens from first[i].
+    """
+
+    starts: torch.Tensor
+    ids: torch.Tensor
+    lens: torch.Tensor
+    first: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StepTables:
+    """Tables of one step: as in `AttendTables`, where only the blocks differ from layer to layer."""
+
+    row_starts: torch.Tensor
+    page_starts: torch.Tensor
+    page_ids: torch.Tensor
+    page_lens: torch.Tensor
+    record: torch.Tensor
+    blocks: LayerBlocks
+
+    def layer(self, layer: int) -> AttendTables:
+        """The tables of one layer."""
+        blocks = self.blocks
+        part = slice(blocks.first[layer], blocks.first[layer] + int(blocks.starts[layer, -1]))
+        return AttendTables(
+            self.row_starts, self.page_starts, self.page_ids, self.page_lens,
+            blocks.starts[layer], blocks.ids[part], blocks.lens[part], self.record,
+        )  # fmt: skip
+
+
+class AttendForm(Protocol):
+    """A form of `attend` for all layers of one step."""
+
+    def begin(self, memory: KvMemory, tables: StepTables, scale: float) -> AttendStep: ...

@@ -10,12 +10,13 @@ from itertools import pairwise
 
 import torch
 
-from plugins.commit.params import CommitMemory, Decision, LineParams
+from plugins.commit.params import Decision, LineParams
+from plugins.memory import KvMemory
 
 UNFILLED = -1.0
 
 
-def draw_line(memory: CommitMemory, params: LineParams) -> Decision:
+def draw_line(memory: KvMemory, params: LineParams) -> Decision:
     """Decides which staged tokens and old entries stay: max(keep_entries, forced by floor and protection) of them."""
     staged, old = staged_scores(memory, params.staged), _old_scores(memory, params)
     if params.outlier_z is not None:
@@ -34,20 +35,20 @@ def draw_line(memory: CommitMemory, params: LineParams) -> Decision:
     return Decision(line, kept[:, num_old:], staged, alive)
 
 
-def staged_scores(memory: CommitMemory, slots: torch.Tensor) -> torch.Tensor:
+def staged_scores(memory: KvMemory, slots: torch.Tensor) -> torch.Tensor:
     """Largest attention weight each staged token has received so far, [rows, n] fp32."""
     page, offset = _split_slots(slots, memory)
     by_layer = torch.stack([seen.permute(0, 2, 1)[page, offset] for seen in memory.seen])
     return by_layer.permute(0, 2, 1).reshape(memory.num_rows, -1).float()
 
 
-def _split_slots(slots: torch.Tensor, memory: CommitMemory) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_slots(slots: torch.Tensor, memory: KvMemory) -> tuple[torch.Tensor, torch.Tensor]:
     page_tokens = memory.pages[0].shape[3]
     page = torch.div(slots, page_tokens, rounding_mode="floor")
     return page, slots - page * page_tokens
 
 
-def _row_scale(memory: CommitMemory, params: LineParams) -> torch.Tensor:
+def _row_scale(memory: KvMemory, params: LineParams) -> torch.Tensor:
     """[rows, 1] factors on scores."""
     scale = torch.tensor(params.layer_scale or (1.0,) * len(memory.pages))
     return scale.repeat_interleave(memory.pages[0].shape[1])[:, None].to(memory.score.device)
@@ -60,7 +61,7 @@ def _places(params: LineParams, block_entries: int) -> tuple[torch.Tensor, torch
     return row, (torch.arange(row.shape[0], device=starts.device) - starts[row]) * block_entries
 
 
-def _old_scores(memory: CommitMemory, params: LineParams) -> torch.Tensor:
+def _old_scores(memory: KvMemory, params: LineParams) -> torch.Tensor:
     """Scores of the old blocks, [rows, most blocks of a row * E] fp32, UNFILLED where no entry lies."""
     size, starts = memory.layout.block_entries, params.table.starts
     most = max(b - a for a, b in pairwise(starts))

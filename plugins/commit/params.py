@@ -9,28 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from plugins.layout import BlockLayout
-
 TINY_WEIGHT = 2.0**-24
 """Least weight of an entry in a merge: the smallest attention weight that fp16 can hold."""
-
-
-@dataclass(frozen=True, eq=False)
-class CommitMemory:
-    """Per layer: pages [num_pages, G, 2, P, D] kv_dtype and seen [num_pages, G, P] fp16.
-
-    blocks [num_blocks, block_bytes] uint8 and score [num_blocks, E] fp16 in `layout`'s format; score inf: protected.
-    """
-
-    pages: tuple[torch.Tensor, ...]
-    seen: tuple[torch.Tensor, ...]
-    blocks: torch.Tensor
-    score: torch.Tensor
-    layout: BlockLayout
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.pages) * self.pages[0].shape[1]
 
 
 @dataclass(frozen=True, eq=False)

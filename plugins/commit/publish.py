@@ -8,7 +8,8 @@ import torch
 
 from plugins import blocks as block_bytes
 from plugins.commit.absorb import merge, nearest_kept
-from plugins.commit.params import CommitMemory, Decision, Entries, PublishParams, RowTable
+from plugins.commit.params import Decision, Entries, PublishParams, RowTable
+from plugins.memory import KvMemory
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +32,7 @@ class RowOutcome:
     dropped: int
 
 
-def publish(memory: CommitMemory, params: PublishParams, decision: Decision) -> tuple[int, int]:
+def publish(memory: KvMemory, params: PublishParams, decision: Decision) -> tuple[int, int]:
     """Writes new blocks, merges into those that stay, copies moved tokens; returns (absorbed, dropped) counts."""
     check_tables(memory, params, decision)
     kv_heads = memory.pages[0].shape[1]
@@ -49,7 +50,7 @@ def publish(memory: CommitMemory, params: PublishParams, decision: Decision) -> 
     return absorbed, dropped
 
 
-def check_tables(memory: CommitMemory, params: PublishParams, decision: Decision) -> None:
+def check_tables(memory: KvMemory, params: PublishParams, decision: Decision) -> None:
     """The plan must say per row: the blocks that stay, then as many new ones as the decision fills."""
     size = memory.layout.block_entries
     alive = decision.alive.sum(dim=1).tolist()
@@ -79,7 +80,7 @@ def _token_slots(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def _commit_row(
-    memory: CommitMemory, params: PublishParams, decision: Decision, row: int, staged: torch.Tensor
+    memory: KvMemory, params: PublishParams, decision: Decision, row: int, staged: torch.Tensor
 ) -> RowOutcome:
     """staged [n, 2, D] fp32: K and V of the staged tokens in this row's head."""
     old = slice(params.old.starts[row], params.old.starts[row + 1])
@@ -106,7 +107,7 @@ def _concat(a: Entries, b: Entries) -> Entries:
 
 
 def _read_dissolved(
-    memory: CommitMemory, params: PublishParams, decision: Decision, old: slice
+    memory: KvMemory, params: PublishParams, decision: Decision, old: slice
 ) -> tuple[Entries, torch.Tensor]:
     """Filled entries of the row's dissolved blocks, in table order, and which of them are above the line."""
     layout = memory.layout
@@ -120,7 +121,7 @@ def _read_dissolved(
 
 
 def _absorb_row(
-    memory: CommitMemory, gate: float, entries: tuple[Entries, Entries], staying: torch.Tensor, alive: torch.Tensor
+    memory: KvMemory, gate: float, entries: tuple[Entries, Entries], staying: torch.Tensor, alive: torch.Tensor
 ) -> RowOutcome:
     """Absorbs what is below into kept entries of new blocks and above-line entries of the blocks that stay.
 
@@ -152,7 +153,7 @@ def _absorb_row(
 
 
 def _rewrite(
-    memory: CommitMemory, where: tuple[torch.Tensor, torch.Tensor], taken: Entries, target: torch.Tensor
+    memory: KvMemory, where: tuple[torch.Tensor, torch.Tensor], taken: Entries, target: torch.Tensor
 ) -> Rewrite:
     values, bias = block_bytes.values_at(memory.blocks, where, memory.layout)
     score = memory.score[where].float()
@@ -160,7 +161,7 @@ def _rewrite(
     return Rewrite(*where, values, bias)
 
 
-def _move_tokens(memory: CommitMemory, params: PublishParams, layer: int) -> None:
+def _move_tokens(memory: KvMemory, params: PublishParams, layer: int) -> None:
     """Copies K, V and seen of protected tokens of one layer from slot to slot."""
     if params.move_from.shape[0] == 0:
         return
@@ -172,7 +173,7 @@ def _move_tokens(memory: CommitMemory, params: PublishParams, layer: int) -> Non
         arena[destination] = arena[source]
 
 
-def _write_layer(memory: CommitMemory, params: PublishParams, layer: int, outcomes: list[RowOutcome]) -> None:
+def _write_layer(memory: KvMemory, params: PublishParams, layer: int, outcomes: list[RowOutcome]) -> None:
     """Fills the layer's new blocks and rewrites merged entries of those that stay."""
     layout, new = memory.layout, params.new
     rows = range(layer * len(outcomes), (layer + 1) * len(outcomes))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from plugins.blocks import read_bias, read_keys, read_values
-from plugins.commit.params import TINY_WEIGHT, CommitMemory, Decision, LineParams, PublishParams, RowTable
+from plugins.commit.params import TINY_WEIGHT, Decision, LineParams, PublishParams, RowTable
+from plugins.memory import KvMemory
 
 
 @dataclass
@@ -33,7 +34,7 @@ class PublishOutcome:
     dropped: int
 
 
-def draw_line(memory: CommitMemory, params: LineParams) -> Decision:
+def draw_line(memory: KvMemory, params: LineParams) -> Decision:
     """Ranks everything: the floor of each row first, then the whole conversation."""
     staged = torch.stack([_staged_scores(memory, params.staged, row) for row in range(memory.num_rows)])
     if params.outlier_z is not None:
@@ -58,7 +59,7 @@ def draw_line(memory: CommitMemory, params: LineParams) -> Decision:
 
 
 def _as_decision(
-    memory: CommitMemory, params: LineParams, drawn: tuple[float, set[tuple[int, int]], torch.Tensor]
+    memory: KvMemory, params: LineParams, drawn: tuple[float, set[tuple[int, int]], torch.Tensor]
 ) -> Decision:
     line, kept, staged = drawn
     alive = torch.zeros((params.table.ids.shape[0], memory.layout.block_entries), dtype=torch.bool)
@@ -74,14 +75,14 @@ def _as_decision(
     return Decision(line, staged_keep, staged.float(), alive)
 
 
-def _staged_scores(memory: CommitMemory, slots: torch.Tensor, row: int) -> torch.Tensor:
+def _staged_scores(memory: KvMemory, slots: torch.Tensor, row: int) -> torch.Tensor:
     layer, head = divmod(row, memory.pages[0].shape[1])
     page_tokens = memory.pages[0].shape[3]
     scores = [float(memory.seen[layer][s // page_tokens, head, s % page_tokens]) for s in slots.tolist()]
     return torch.tensor(scores, dtype=torch.float64)
 
 
-def _old_scores(memory: CommitMemory, table: RowTable, row: int) -> list[float]:
+def _old_scores(memory: KvMemory, table: RowTable, row: int) -> list[float]:
     return [
         float(memory.score[int(table.ids[b]), offset])
         for b in range(table.starts[row], table.starts[row + 1])
@@ -89,7 +90,7 @@ def _old_scores(memory: CommitMemory, table: RowTable, row: int) -> list[float]:
     ]
 
 
-def _protect_outliers(memory: CommitMemory, params: LineParams, staged: torch.Tensor) -> None:
+def _protect_outliers(memory: KvMemory, params: LineParams, staged: torch.Tensor) -> None:
     for row in range(memory.num_rows):
         scores = [s for s in [*_old_scores(memory, params.table, row), *staged[row].tolist()] if math.isfinite(s)]
         if not scores:
@@ -99,7 +100,7 @@ def _protect_outliers(memory: CommitMemory, params: LineParams, staged: torch.Te
         staged[row][staged[row] > mean + float(params.outlier_z or 0.0) * spread] = math.inf
 
 
-def publish(memory: CommitMemory, params: PublishParams, decision: Decision) -> PublishOutcome:
+def publish(memory: KvMemory, params: PublishParams, decision: Decision) -> PublishOutcome:
     """What the torch form must write, before quantization."""
     written: list[list[Entry]] = []
     rewritten: dict[tuple[int, int], Entry] = {}
@@ -126,7 +127,7 @@ def publish(memory: CommitMemory, params: PublishParams, decision: Decision) -> 
 
 
 def _row_entries(
-    memory: CommitMemory, params: PublishParams, decision: Decision, row: int
+    memory: KvMemory, params: PublishParams, decision: Decision, row: int
 ) -> tuple[list[Entry], list[Entry]]:
     """Entries of dissolved blocks and staged tokens, and entries of the blocks that stay."""
     layer, head = divmod(row, memory.pages[0].shape[1])

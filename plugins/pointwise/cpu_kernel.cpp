@@ -1,12 +1,11 @@
 // RMS norm, residual sum with RMS norm, and gated SiLU on a CPU, for one instruction level. fp32 inside; a row is
 // always reduced by one thread in one order, so results do not depend on the number of threads.
+#include "../row_pieces.hpp"
 #include "../rows.hpp"
 
 namespace commitkv {
 namespace COMMITKV_LEVEL {
 namespace {
-
-constexpr int64_t PIECE_VALUES = 1 << 15;  // values of one piece: some 10 us, so that waking a thread pays
 
 struct Norm {
   const char *x, *delta;  // delta null: x is normalised as it is
@@ -64,34 +63,6 @@ void gate_row(const Gate &g, int64_t row) {
   for (int64_t i = 0; i < g.dim; i += W) {
     const vf y = silu(load_some<T>(gate, i, g.dim)) * load_some<T>(up, i, g.dim);
     store_some<T>(g.out + row * g.dim * bytes, i, g.dim, y);
-  }
-}
-
-template <typename Params>
-struct Job {
-  const Params *params;
-  void (*rows)(const Params &params, int64_t first, int64_t last);
-  int64_t piece_rows;
-  Pieces pieces;
-};
-
-template <typename Params>
-void work_on(void *data) {
-  Job<Params> &job = *static_cast<Job<Params> *>(data);
-  for (int64_t piece; job.pieces.take(piece);) {
-    const int64_t first = piece * job.piece_rows, end = first + job.piece_rows;
-    job.rows(*job.params, first, end < job.params->rows ? end : job.params->rows);
-  }
-}
-
-template <typename Params>
-void share_rows(const Params &params, int64_t row_values, int32_t threads, decltype(Job<Params>::rows) rows) {
-  const int64_t most = PIECE_VALUES / row_values, piece_rows = most > 1 ? most : 1;
-  Job<Params> job = {&params, rows, piece_rows, {(params.rows + piece_rows - 1) / piece_rows, 0}};
-  if (threads < 2 || job.pieces.count < 2) {
-    rows(params, 0, params.rows);
-  } else {
-    run_parallel(work_on<Params>, &job, threads);
   }
 }
 

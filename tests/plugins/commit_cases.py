@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from plugins.blocks import encode
-from plugins.commit.params import CommitMemory, Decision, PublishParams, RowTable
+from plugins.commit.params import Decision, PublishParams, RowTable
 from plugins.layout import BlockFormat, BlockLayout
+from plugins.memory import KvMemory
 
 PAGE_TOKENS = 8
 
@@ -37,7 +38,7 @@ class CommitCase:
 
 @dataclass(frozen=True)
 class CommitState:
-    memory: CommitMemory
+    memory: KvMemory
     staged: torch.Tensor
     table: RowTable
     free_blocks: torch.Tensor
@@ -94,7 +95,7 @@ def make_state(case: CommitCase, seed: int = 0) -> CommitState:
         score[block, :count] = _scores(case, count, gen)
     starts = tuple(sum(len(x) for x in lens[:r]) for r in range(rows + 1))
     table = RowTable(starts, ids[: len(flat)], torch.tensor(flat, dtype=torch.int64))
-    memory = CommitMemory(tuple(pages), tuple(seen), blocks, score, layout)
+    memory = KvMemory(tuple(pages), tuple(seen), blocks, score, layout)
     return CommitState(memory, staged, table, ids[len(flat) :], slots[case.staged :])
 
 

@@ -12,6 +12,9 @@ import sys
 import torch
 
 from plugins import native_levels
+from plugins.append.native import NativeAppend
+from plugins.layout import BlockLayout
+from plugins.memory import KvMemory
 from plugins.pointwise.native import NativePointwise
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +32,20 @@ def pointwise(lib: ctypes.CDLL) -> None:
                 form.gated_silu(torch.randn(rows, 2 * dim).to(dtype))
 
 
-RUNS = {"pointwise": pointwise}
+def append(lib: ctypes.CDLL) -> None:
+    nothing = torch.zeros(0)
+    for level in native_levels.levels_of(lib, "commitkv_append"):
+        form = NativeAppend(lib, level, 2)
+        for dtype, kv_dtype in ((d, k) for d in DTYPES for k in DTYPES):
+            for rows, head_dim in ((1, 64), (3, 40), (60, 80)):
+                q, k, v = torch.randn(rows, 15, head_dim).to(dtype).split((9, 3, 3), dim=1)
+                pages, seen = torch.zeros(8, 3, 2, 8, head_dim, dtype=kv_dtype), torch.ones(8, 3, 8).half()
+                memory = KvMemory((pages,), (seen,), nothing, nothing, BlockLayout("int8", 16, head_dim))
+                angles = torch.rand(rows, head_dim // 2)
+                form.begin(torch.randperm(64)[:rows], (angles.cos(), angles.sin()), memory)(0, q, k, v)
+
+
+RUNS = {"pointwise": pointwise, "append": append}
 
 if __name__ == "__main__":
     RUNS[sys.argv[2]](ctypes.CDLL(sys.argv[1]))

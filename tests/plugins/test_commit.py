@@ -13,8 +13,9 @@ from plugins.attend import reference as attend_reference
 from plugins.attend.params import AttendParams, AttendTables
 from plugins.commit import reference
 from plugins.commit.line import draw_line
-from plugins.commit.params import CommitMemory, Decision, LineParams, PublishParams, RowTable
+from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
 from plugins.commit.publish import publish
+from plugins.memory import KvMemory
 from tests.plugins.commit_cases import CASES, PAGE_TOKENS, CommitCase, CommitState, make_state, plan_publish
 
 
@@ -61,7 +62,7 @@ def test_outlier_is_protected_for_good() -> None:
     assert int(state.memory.score[params.new.ids].isinf().sum()) == 1
 
 
-def expected_bytes(state: CommitState, params: PublishParams, outcome: reference.PublishOutcome) -> CommitMemory:
+def expected_bytes(state: CommitState, params: PublishParams, outcome: reference.PublishOutcome) -> KvMemory:
     """Block and score arenas as the reference's outcome says, quantized the one way there is."""
     memory, layout = copy.deepcopy(state.memory), state.memory.layout
     for row, entries in enumerate(outcome.written):
@@ -106,9 +107,7 @@ def test_publish_equals_reference(case: CommitCase, gate: float | None, share: f
     torch.testing.assert_close(memory.score[params.new.ids][filled], expected.score[params.new.ids][filled])
 
 
-def attend_over(
-    memory: CommitMemory, table: RowTable, slots: torch.Tensor, q: torch.Tensor, layer: int
-) -> torch.Tensor:
+def attend_over(memory: KvMemory, table: RowTable, slots: torch.Tensor, q: torch.Tensor, layer: int) -> torch.Tensor:
     """Attention of q [rows, heads, D] over single-token pages `slots` and the layer's blocks, float64."""
     kv_heads = memory.pages[0].shape[1]
     kv = memory.pages[layer].permute(0, 3, 1, 2, 4)[slots // PAGE_TOKENS, slots % PAGE_TOKENS]

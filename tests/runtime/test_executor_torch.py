@@ -11,10 +11,13 @@ import torch
 
 from builder.lower_torch import TorchDecoder
 from builder.model import weight_recipes
-from plugins.attend.cpu import attend
+from plugins.append.native import make_append
+from plugins.attend.native import make_attend
 from plugins.layout import CODE_BITS
+from plugins.pointwise.native import make_pointwise
+from plugins.pointwise.params import Pointwise
 from runtime.config import EngineLimits, ModelSpec, RopeSpec
-from runtime.executor_torch import TorchExecutor
+from runtime.executor_torch import TORCH_FORMS, Forms, TorchExecutor
 from runtime.kv_storage import KvStorage
 from runtime.step import (
     BlockTable,
@@ -38,10 +41,10 @@ VERSIONS = count(1)
 class LogitsSpy:
     """A decoder that remembers its last logits and asks `interrupted` as the real one does."""
 
-    def __init__(self) -> None:
+    def __init__(self, pointwise: Pointwise | None = None) -> None:
         gen = torch.Generator().manual_seed(5)
         weights = {r.name: torch.randn(r.shape, generator=gen) * 0.3 + 1.5 * r.is_norm for r in weight_recipes(SPEC)}
-        self.decoder = TorchDecoder(SPEC, weights, "fp32")
+        self.decoder = TorchDecoder(SPEC, weights, "fp32", pointwise=pointwise)
         self.logits = torch.zeros(0)
 
     def forward(self, token_ids, positions, kv, logit_rows, interrupted=None):  # type: ignore[no-untyped-def]
@@ -108,11 +111,16 @@ class Bench:
         return self.spy.logits
 
 
-@pytest.fixture
-def bench() -> Bench:
-    spy = LogitsSpy()
+NATIVE = Forms(make_append(2) or TORCH_FORMS.append, make_attend(2) or TORCH_FORMS.attend, TORCH_FORMS.publish)
+
+
+@pytest.fixture(params=["torch", "native"])
+def bench(request: pytest.FixtureRequest) -> Bench:
+    spy = LogitsSpy(None if request.param == "torch" else make_pointwise(2))
     storage = KvStorage(SPEC, LIMITS, 64, dict.fromkeys(CODE_BITS, 200), poison=True)
-    return Bench(spy, storage, TorchExecutor(spy, SPEC, LIMITS, storage, attend))
+    return Bench(
+        spy, storage, TorchExecutor(spy, SPEC, LIMITS, storage, TORCH_FORMS if request.param == "torch" else NATIVE)
+    )
 
 
 def tokens_of(seed: int, number: int) -> list[int]:
