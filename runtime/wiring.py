@@ -11,6 +11,7 @@ import torch
 from builder.lower_torch import load_decoder
 from plugins.append.native import make_append
 from plugins.attend.native import make_attend
+from plugins.commit.native import make_publish
 from plugins.pointwise.native import make_pointwise
 from runtime import manifest as manifests
 from runtime.chat_format import ChatFormat
@@ -81,5 +82,5 @@ def native_forms(num_threads: int) -> Forms:
     return Forms(
         append=make_append(num_threads) or TORCH_FORMS.append,
         attend=make_attend(num_threads) or TORCH_FORMS.attend,
-        publish=TORCH_FORMS.publish,
+        publish=make_publish(num_threads) or TORCH_FORMS.publish,
     )

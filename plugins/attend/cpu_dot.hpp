@@ -13,17 +13,6 @@ namespace COMMITKV_LEVEL {
 constexpr int HEADS = W == 16 ? 4 : 2;  // query vectors taken together, bounded by the registers
 constexpr int LANES = 4;                // vectors of channels taken together when weighing V
 
-// Vector i of a row of codes: channels [i * W, i * W + W).
-template <int Format>
-COMMITKV_INLINE vf codes(const uint8_t *row, int64_t i, int64_t dim) {
-  if (Format == F32) return load(reinterpret_cast<const float *>(row) + i * W);
-  if (Format == BF16) return load_bf16(reinterpret_cast<const uint16_t *>(row) + i * W);
-  if (Format == F16) return load_f16(reinterpret_cast<const uint16_t *>(row) + i * W);
-  if (Format == I8) return load_u8(row + i * W);
-  const int64_t half = dim / 2;
-  return i * W < half ? load_u4_low(row + i * W) : load_u4_high(row + i * W - half);
-}
-
 COMMITKV_INLINE void prefetch(const uint8_t *from, int64_t num_bytes) {
   for (int64_t i = 0; i < num_bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }

@@ -1,7 +1,7 @@
 // Walking a list tile by tile, and the running softmax over the logits of a tile. Shared by every path of `attend`.
 #pragma once
 
-#include "../simd.hpp"
+#include "../codes.hpp"
 #include "cpu_plan.hpp"
 
 namespace commitkv {
@@ -32,17 +32,6 @@ struct Cursor {
   int32_t segment, used, position;
   int64_t offset;
 };
-
-COMMITKV_INLINE const uint16_t *halves(const uint8_t *block, int64_t offset) {
-  return reinterpret_cast<const uint16_t *>(block + offset);
-}
-
-// to[0, count) = fp16 from[0, count); reads nothing beyond.
-COMMITKV_INLINE void widen_f16(const uint16_t *from, int64_t count, float *to) {
-  int64_t i = 0;
-  for (; i + W <= count; i += W) store(to + i, load_f16(from + i));
-  for (; i < count; ++i) to[i] = f16_to_float(from[i]);
-}
 
 static Run page_run(const Plan &plan, const Item &item, int32_t index, int32_t used, int32_t count) {
   const Args &a = plan.args;

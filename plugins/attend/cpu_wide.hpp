@@ -2,13 +2,11 @@
 // by all vectors of the item with a register-blocked product. Also serves head_dims that are not whole vectors.
 #pragma once
 
+#include "../product.hpp"
 #include "cpu_dot.hpp"
 
 namespace commitkv {
 namespace COMMITKV_LEVEL {
-
-constexpr int ROWS = 6;                   // of the register block
-constexpr int COLUMNS = W == 16 ? 4 : 2;  // its vectors
 
 // Room beyond Work: strides are query_stride (D rounded up to 32; the rest is zero) and WIDE_TILE.
 struct WideRoom {
@@ -17,78 +15,6 @@ struct WideRoom {
   float *rows;             // [32, query_stride] rows on their way
   float *scale, *minimum;  // [D] of the block's K
 };
-
-// c[R, N vectors] = c * factors (or 0) + a[R, depth] . b[depth, N vectors]
-template <int R, int N>
-static void product_block(const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c,
-                          int64_t c_stride, int64_t depth, const float *factors) {
-  vf acc[R][N];
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) {
-      acc[r][n] = factors ? load(c + r * c_stride + n * W) * set1(factors[r]) : set1(0.0f);
-    }
-  }
-  for (int64_t i = 0; i < depth; ++i) {
-    vf x[N];
-#pragma GCC unroll 4
-    for (int n = 0; n < N; ++n) x[n] = load(b + i * b_stride + n * W);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const vf y = set1(a[r * a_stride + i]);
-#pragma GCC unroll 4
-      for (int n = 0; n < N; ++n) acc[r][n] = fma(y, x[n], acc[r][n]);
-    }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int n = 0; n < N; ++n) store(c + r * c_stride + n * W, acc[r][n]);
-  }
-}
-
-// One product c[rows, columns] (+)= a[rows, depth] . b[depth, columns]; columns is a multiple of W.
-struct Product {
-  const float *a;
-  int64_t a_stride;
-  const float *b;
-  int64_t b_stride;
-  float *c;
-  int64_t c_stride, rows, depth;
-  const float *factors;  // [rows] applied to c before; null: c is overwritten
-};
-
-template <int R, int N>
-COMMITKV_INLINE void product_at(const Product &p, int64_t row, int64_t column) {
-  product_block<R, N>(p.a + row * p.a_stride, p.a_stride, p.b + column, p.b_stride, p.c + row * p.c_stride + column,
-                      p.c_stride, p.depth, p.factors ? p.factors + row : nullptr);
-}
-
-template <int N>
-static void product_columns(const Product &p, int64_t column) {
-  int64_t row = 0;
-  for (; row + ROWS <= p.rows; row += ROWS) product_at<ROWS, N>(p, row, column);
-  for (; row + 2 <= p.rows; row += 2) product_at<2, N>(p, row, column);
-  if (row < p.rows) product_at<1, N>(p, row, column);
-}
-
-static void product(const Product &p, int64_t columns) {
-  int64_t column = 0;
-  for (; column + COLUMNS * W <= columns; column += COLUMNS * W) product_columns<COLUMNS>(p, column);
-  for (; column < columns; column += W) product_columns<1>(p, column);
-}
-
-// Channels [0, dim) of one row of codes as floats.
-template <int Format>
-static void widen_row(const uint8_t *row, int64_t dim, float *to) {
-  const bool whole = Format == I4 ? dim / 2 % W == 0 : dim % W == 0;
-  const int64_t vectors = whole || Format != I4 ? dim / W : 0;
-  for (int64_t i = 0; i < vectors; ++i) store(to + i * W, codes<Format>(row, i, dim));
-  for (int64_t d = vectors * W; d < dim; ++d) {
-    if (Format == F32) to[d] = reinterpret_cast<const float *>(row)[d];
-    if (Format == BF16) to[d] = bf16_to_float(reinterpret_cast<const uint16_t *>(row)[d]);
-    if (Format == F16) to[d] = f16_to_float(reinterpret_cast<const uint16_t *>(row)[d]);
-    if (Format == I8) to[d] = float(row[d]);
-    if (Format == I4) to[d] = float(d < dim / 2 ? row[d] & 15 : row[d - dim / 2] >> 4);
-  }
-}
 
 // K row j of a run as floats, scales applied.
 template <int Format>

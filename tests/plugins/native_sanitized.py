@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from dataclasses import replace
 
 import torch
+from commit_cases import CASES, CommitCase, make_state, plan_publish
 
 from plugins import native_levels
 from plugins.append.native import NativeAppend
-from plugins.layout import BlockLayout
+from plugins.commit.line import draw_line
+from plugins.commit.native import NativePublish
+from plugins.commit.params import LineParams
+from plugins.layout import CODE_BITS, BlockLayout
 from plugins.memory import KvMemory
 from plugins.pointwise.native import NativePointwise
 
@@ -45,7 +50,20 @@ def append(lib: ctypes.CDLL) -> None:
                 form.begin(torch.randperm(64)[:rows], (angles.cos(), angles.sin()), memory)(0, q, k, v)
 
 
-RUNS = {"pointwise": pointwise, "append": append}
+def commit(lib: ctypes.CDLL) -> None:
+    shapes = (CommitCase("odd", head_dim=40, block_entries=24), CommitCase("wide", head_dim=64))
+    for level in native_levels.levels_of(lib, "commitkv_publish"):
+        publish = NativePublish(lib, level, 2)
+        for case in (*CASES, *(replace(s, format=f) for s in shapes for f in CODE_BITS)):
+            for gate in (None, 0.6):
+                state = make_state(case)
+                stored = int(state.table.lens.sum()) + state.staged.shape[0] * state.memory.num_rows
+                decision = draw_line(state.memory, LineParams(state.staged, state.table, stored // 3, 2))
+                moves = {"move_from": state.free_slots[:3], "move_to": state.free_slots[10:13]}
+                publish(state.memory, replace(plan_publish(state, decision, gate), **moves), decision)
+
+
+RUNS = {"pointwise": pointwise, "append": append, "commit": commit}
 
 if __name__ == "__main__":
     RUNS[sys.argv[2]](ctypes.CDLL(sys.argv[1]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,24 @@ import torch
 from plugins import blocks as block_bytes
 from plugins.attend import reference as attend_reference
 from plugins.attend.params import AttendParams, AttendTables
-from plugins.commit import reference
+from plugins.commit import native, reference
 from plugins.commit.line import draw_line
 from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
-from plugins.commit.publish import publish
+from plugins.commit.publish import publish as torch_publish
 from plugins.memory import KvMemory
 from tests.plugins.commit_cases import CASES, PAGE_TOKENS, CommitCase, CommitState, make_state, plan_publish
+from tests.plugins.native_forms import SANITIZERS, forms_of, load, run_sanitized
+
+Publish = Callable[[KvMemory, PublishParams, Decision], tuple[int, int]]
+PUBLISH: dict[str, Publish] = {
+    "torch": torch_publish,
+    **forms_of(load(native.library()), "commitkv_publish", native.NativePublish),
+}
+
+
+@pytest.fixture(params=PUBLISH)
+def publish(request: pytest.FixtureRequest) -> Publish:
+    return PUBLISH[request.param]
 
 
 def line_params(state: CommitState, keep: int, floor: int = 3, **rules: object) -> LineParams:
@@ -49,7 +62,7 @@ def test_line_keeps_exactly_the_budget_unless_forced() -> None:
         assert kept == min(max(keep, 2 * state.memory.num_rows), num_stored(state))
 
 
-def test_outlier_is_protected_for_good() -> None:
+def test_outlier_is_protected_for_good(publish: Publish) -> None:
     state = make_state(CommitCase("outlier", staged=40, entries=0))
     for seen in state.memory.seen:
         seen.copy_(torch.where(seen.isnan(), seen, 0.01))
@@ -85,7 +98,7 @@ def expected_bytes(state: CommitState, params: PublishParams, outcome: reference
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 @pytest.mark.parametrize("gate", [None, 0.35, 2.0])
 @pytest.mark.parametrize("share", [0.1, 0.4, 1.0])
-def test_publish_equals_reference(case: CommitCase, gate: float | None, share: float) -> None:
+def test_publish_equals_reference(publish: Publish, case: CommitCase, gate: float | None, share: float) -> None:
     state = make_state(case, seed=1)
     decision = draw_line(state.memory, line_params(state, int(share * num_stored(state))))
     params = plan_publish(state, decision, gate)
@@ -127,7 +140,7 @@ def attend_over(memory: KvMemory, table: RowTable, slots: torch.Tensor, q: torch
 
 
 @pytest.mark.parametrize("gate", [None, 0.35])
-def test_full_budget_unquantized_changes_nothing(gate: float | None) -> None:
+def test_full_budget_unquantized_changes_nothing(publish: Publish, gate: float | None) -> None:
     state = make_state(CommitCase("full_budget"))
     q = torch.randn(4, 4, 16)
     before = [attend_over(state.memory, state.table, state.staged, q, layer) for layer in range(2)]
@@ -140,7 +153,7 @@ def test_full_budget_unquantized_changes_nothing(gate: float | None) -> None:
 
 
 @pytest.mark.parametrize("entries", [0, 60])
-def test_absorbing_exact_duplicates_conserves_attention(entries: int) -> None:
+def test_absorbing_exact_duplicates_conserves_attention(publish: Publish, entries: int) -> None:
     """Keys come from few centres with no scatter and all scores are equal: merging is exact, whatever is queried."""
     state = make_state(CommitCase("twins", staged=48, entries=entries, spread=0.0, equal=True, centres=3))
     for row in range(state.memory.num_rows):  # old masses equal, as the shares assume
@@ -158,7 +171,7 @@ def test_absorbing_exact_duplicates_conserves_attention(entries: int) -> None:
         torch.testing.assert_close(after, before[layer], atol=3e-3, rtol=3e-3)
 
 
-def test_merged_mass_is_a_lower_bound() -> None:
+def test_merged_mass_is_a_lower_bound(publish: Publish) -> None:
     state = make_state(CommitCase("mass", entries=0, spread=0.0, centres=1, staged=20))
     decision = draw_line(state.memory, line_params(state, 0, floor=1))
     params = plan_publish(state, decision, 0.35)
@@ -167,7 +180,7 @@ def test_merged_mass_is_a_lower_bound() -> None:
     assert bool((bias <= torch.tensor(20.0).log() + 1e-2).all()) and bool((bias > 0).all())
 
 
-def test_moved_tokens_are_copied_whole_and_staying_pages_keep_their_bytes() -> None:
+def test_moved_tokens_are_copied_whole_and_staying_pages_keep_their_bytes(publish: Publish) -> None:
     state = make_state(CommitCase("move"))
     moved, to = state.free_slots[:6], state.free_slots[10:16]
     before = copy.deepcopy(state.memory)
@@ -187,7 +200,7 @@ def test_moved_tokens_are_copied_whole_and_staying_pages_keep_their_bytes() -> N
             torch.testing.assert_close(now[others], was[others], equal_nan=True, atol=0, rtol=0)
 
 
-def test_a_table_that_disagrees_is_refused_before_anything_is_written() -> None:
+def test_a_table_that_disagrees_is_refused_before_anything_is_written(publish: Publish) -> None:
     state = make_state(CommitCase("wrong"))
     decision = draw_line(state.memory, line_params(state, 60))
     params = plan_publish(state, decision, 0.35)
@@ -199,7 +212,7 @@ def test_a_table_that_disagrees_is_refused_before_anything_is_written() -> None:
     assert torch.equal(state.memory.blocks, before)
 
 
-def test_many_commits_in_a_row_stay_finite() -> None:
+def test_many_commits_in_a_row_stay_finite(publish: Publish) -> None:
     case = CommitCase("long_life", format="int4", spread=0.2)
     state = make_state(case)
     for seed in range(5):
@@ -218,3 +231,22 @@ def test_many_commits_in_a_row_stay_finite() -> None:
         filled = torch.arange(layout.block_entries) < params.new.lens[:, None]
         for read in (block_bytes.read_keys, block_bytes.read_values, block_bytes.read_bias):
             assert read(state.memory.blocks[params.new.ids], layout)[filled].isfinite().all()
+
+
+def test_bits_do_not_depend_on_threads() -> None:
+    lib = load(native.library())
+    if lib is None:
+        pytest.skip("needs a C++ compiler")
+    results = []
+    for threads in (1, 2, 5):
+        state = make_state(CommitCase("threads", format="int4", spread=0.2, layers=4, kv_heads=3))
+        decision = draw_line(state.memory, line_params(state, 150))
+        params = plan_publish(state, decision, 0.35)
+        counts = native.NativePublish(lib, None, threads)(state.memory, params, decision)
+        results.append((counts, state.memory.blocks, state.memory.score.view(torch.int16)))
+    for counts, blocks, score in results[1:]:
+        assert counts == results[0][0] and torch.equal(blocks, results[0][1]) and torch.equal(score, results[0][2])
+
+
+def test_under_sanitizers() -> None:
+    run_sanitized(replace(native.library(SANITIZERS), name="commit_sanitized"), "native_sanitized.py", "commit")

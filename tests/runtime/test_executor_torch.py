@@ -11,13 +11,11 @@ import torch
 
 from builder.lower_torch import TorchDecoder
 from builder.model import weight_recipes
-from plugins.append.native import make_append
-from plugins.attend.native import make_attend
 from plugins.layout import CODE_BITS
 from plugins.pointwise.native import make_pointwise
 from plugins.pointwise.params import Pointwise
 from runtime.config import EngineLimits, ModelSpec, RopeSpec
-from runtime.executor_torch import TORCH_FORMS, Forms, TorchExecutor
+from runtime.executor_torch import TORCH_FORMS, TorchExecutor
 from runtime.kv_storage import KvStorage
 from runtime.step import (
     BlockTable,
@@ -31,6 +29,7 @@ from runtime.step import (
     StepPlan,
     int32,
 )
+from runtime.wiring import native_forms
 
 SPEC = ModelSpec("qwen3", 3, 64, 96, 6, 2, 16, 97, 1e-5, RopeSpec(10000.0), 4096, True, qkv_bias=True, qk_norm=True)
 LIMITS = EngineLimits(dtype="fp32", kv_dtype="fp32", page_tokens=8, block_entries=16)
@@ -111,7 +110,7 @@ class Bench:
         return self.spy.logits
 
 
-NATIVE = Forms(make_append(2) or TORCH_FORMS.append, make_attend(2) or TORCH_FORMS.attend, TORCH_FORMS.publish)
+NATIVE = native_forms(2)
 
 
 @pytest.fixture(params=["torch", "native"])
