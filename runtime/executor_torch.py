@@ -58,6 +58,12 @@ class Decoder(Protocol):
     ) -> torch.Tensor | None: ...
 
 
+class LineForm(Protocol):
+    """A form of the first half of a commit."""
+
+    def __call__(self, memory: KvMemory, params: LineParams) -> Decision: ...
+
+
 class PublishForm(Protocol):
     """A form of the second half of a commit; returns (absorbed, dropped) counts."""
 
@@ -70,10 +76,11 @@ class Forms:
 
     append: AppendForm
     attend: AttendForm
+    draw_line: LineForm
     publish: PublishForm
 
 
-TORCH_FORMS = Forms(TorchAppend(), TorchAttend(), publish)
+TORCH_FORMS = Forms(TorchAppend(), TorchAttend(), draw_line, publish)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +173,7 @@ class TorchExecutor:
             rules.layer_scale,
             rules.protect_outlier_z,
         )
-        decision = draw_line(self._memory_of(plan.blocks.format), params)
+        decision = self._forms.draw_line(self._memory_of(plan.blocks.format), params)
         self._decided = (plan, decision)
         new_kept, alive = decision.staged_keep.sum(dim=1), decision.alive.sum(dim=1)
         return LineResult(decision.line, int32(new_kept.tolist()), int32(alive.tolist()))

@@ -11,7 +11,7 @@ import torch
 from builder.lower_torch import load_decoder
 from plugins.append.native import make_append
 from plugins.attend.native import make_attend
-from plugins.commit.native import make_publish
+from plugins.commit.native import make_commit
 from plugins.pointwise.native import make_pointwise
 from runtime import manifest as manifests
 from runtime.chat_format import ChatFormat
@@ -79,8 +79,10 @@ def load_chat_format(engine_dir: Path, manifest: Manifest) -> ChatFormat:
 
 def native_forms(num_threads: int) -> Forms:
     """The native form of every operation, torch's where there is no compiler (said in the log)."""
+    line, publish = make_commit(num_threads) or (TORCH_FORMS.draw_line, TORCH_FORMS.publish)
     return Forms(
         append=make_append(num_threads) or TORCH_FORMS.append,
         attend=make_attend(num_threads) or TORCH_FORMS.attend,
-        publish=make_publish(num_threads) or TORCH_FORMS.publish,
+        draw_line=line,
+        publish=publish,
     )

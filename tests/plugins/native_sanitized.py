@@ -15,8 +15,7 @@ from commit_cases import CASES, CommitCase, make_state, plan_publish
 
 from plugins import native_levels
 from plugins.append.native import NativeAppend
-from plugins.commit.line import draw_line
-from plugins.commit.native import NativePublish
+from plugins.commit.native import NativeLine, NativePublish
 from plugins.commit.params import LineParams
 from plugins.layout import CODE_BITS, BlockLayout
 from plugins.memory import KvMemory
@@ -53,7 +52,7 @@ def append(lib: ctypes.CDLL) -> None:
 def commit(lib: ctypes.CDLL) -> None:
     shapes = (CommitCase("odd", head_dim=40, block_entries=24), CommitCase("wide", head_dim=64))
     for level in native_levels.levels_of(lib, "commitkv_publish"):
-        publish = NativePublish(lib, level, 2)
+        draw_line, publish = NativeLine(lib), NativePublish(lib, level, 2)
         for case in (*CASES, *(replace(s, format=f) for s in shapes for f in CODE_BITS)):
             for gate in (None, 0.6):
                 state = make_state(case)

@@ -13,18 +13,27 @@ from plugins import blocks as block_bytes
 from plugins.attend import reference as attend_reference
 from plugins.attend.params import AttendParams, AttendTables
 from plugins.commit import native, reference
-from plugins.commit.line import draw_line
+from plugins.commit.line import draw_line as torch_line
 from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
 from plugins.commit.publish import publish as torch_publish
 from plugins.memory import KvMemory
 from tests.plugins.commit_cases import CASES, PAGE_TOKENS, CommitCase, CommitState, make_state, plan_publish
 from tests.plugins.native_forms import SANITIZERS, forms_of, load, run_sanitized
 
+Line = Callable[[KvMemory, LineParams], Decision]
 Publish = Callable[[KvMemory, PublishParams, Decision], tuple[int, int]]
+LIBRARY = load(native.library())
+LINE: dict[str, Line] = {"torch": torch_line} | ({"native": native.NativeLine(LIBRARY)} if LIBRARY else {})
 PUBLISH: dict[str, Publish] = {
     "torch": torch_publish,
-    **forms_of(load(native.library()), "commitkv_publish", native.NativePublish),
+    **forms_of(LIBRARY, "commitkv_publish", native.NativePublish),
 }
+draw_line = list(LINE.values())[-1]
+
+
+@pytest.fixture(params=LINE)
+def line(request: pytest.FixtureRequest) -> Line:
+    return LINE[request.param]
 
 
 @pytest.fixture(params=PUBLISH)
@@ -44,31 +53,31 @@ def num_stored(state: CommitState) -> int:
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("rules", [{}, {"floor": 0}, {"floor": 1000}, {"layer_scale": (2.0, 0.0)}, {"outlier_z": 2.0}],
                          ids=str)  # fmt: skip
-def test_line_equals_full_sort(case: CommitCase, share: float, rules: dict[str, object]) -> None:
+def test_line_equals_full_sort(line: Line, case: CommitCase, share: float, rules: dict[str, object]) -> None:
     state = make_state(case)
     params = line_params(state, int(share * num_stored(state)), **rules)  # type: ignore[arg-type]
-    expected, got = reference.draw_line(state.memory, params), draw_line(state.memory, params)
+    expected, got = reference.draw_line(state.memory, params), line(state.memory, params)
     assert torch.equal(got.staged_keep, expected.staged_keep)
     assert torch.equal(got.alive, expected.alive)
     assert torch.equal(got.staged_score, expected.staged_score)
     assert got.line == pytest.approx(expected.line, rel=1e-6)
 
 
-def test_line_keeps_exactly_the_budget_unless_forced() -> None:
+def test_line_keeps_exactly_the_budget_unless_forced(line: Line) -> None:
     state = make_state(CommitCase("ties", equal=True))
     for keep in (0, 1, 40, 41, num_stored(state), num_stored(state) + 5):
-        decision = draw_line(state.memory, line_params(state, keep, floor=2))
+        decision = line(state.memory, line_params(state, keep, floor=2))
         kept = int(decision.staged_keep.sum() + decision.alive.sum())
         assert kept == min(max(keep, 2 * state.memory.num_rows), num_stored(state))
 
 
-def test_outlier_is_protected_for_good(publish: Publish) -> None:
+def test_outlier_is_protected_for_good(line: Line, publish: Publish) -> None:
     state = make_state(CommitCase("outlier", staged=40, entries=0))
     for seen in state.memory.seen:
         seen.copy_(torch.where(seen.isnan(), seen, 0.01))
     slot = int(state.staged[7])
     state.memory.seen[1][slot // PAGE_TOKENS, 0, slot % PAGE_TOKENS] = 0.9
-    decision = draw_line(state.memory, line_params(state, 12, outlier_z=4.0))
+    decision = line(state.memory, line_params(state, 12, outlier_z=4.0))
     assert decision.staged_score.isinf().nonzero().tolist() == [[2, 7]]
     params = plan_publish(state, decision, 0.35)
     publish(state.memory, params, decision)
@@ -233,16 +242,28 @@ def test_many_commits_in_a_row_stay_finite(publish: Publish) -> None:
             assert read(state.memory.blocks[params.new.ids], layout)[filled].isfinite().all()
 
 
+def test_line_over_many_equals_torch() -> None:
+    """Enough scores for the histogram, with many ties and with none."""
+    for equal in (False, True):
+        state = make_state(CommitCase("many", staged=900, entries=1200, layers=3, equal=equal, protected=0.01))
+        for keep in (0, 500, 3000, 8000):
+            params = line_params(state, keep, layer_scale=(1.0, 0.7, 1.3))
+            want = torch_line(state.memory, params)
+            for form in LINE.values():
+                got = form(state.memory, params)
+                assert got.line == want.line
+                assert torch.equal(got.staged_keep, want.staged_keep) and torch.equal(got.alive, want.alive)
+
+
 def test_bits_do_not_depend_on_threads() -> None:
-    lib = load(native.library())
-    if lib is None:
+    if LIBRARY is None:
         pytest.skip("needs a C++ compiler")
     results = []
     for threads in (1, 2, 5):
         state = make_state(CommitCase("threads", format="int4", spread=0.2, layers=4, kv_heads=3))
         decision = draw_line(state.memory, line_params(state, 150))
         params = plan_publish(state, decision, 0.35)
-        counts = native.NativePublish(lib, None, threads)(state.memory, params, decision)
+        counts = native.NativePublish(LIBRARY, None, threads)(state.memory, params, decision)
         results.append((counts, state.memory.blocks, state.memory.score.view(torch.int16)))
     for counts, blocks, score in results[1:]:
         assert counts == results[0][0] and torch.equal(blocks, results[0][1]) and torch.equal(score, results[0][2])
