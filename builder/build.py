@@ -28,10 +28,10 @@ except ModuleNotFoundError as missing:
 
 from builder.default_model import ENGINE_NAME, default_gguf  # noqa: E402
 from builder.engine_writer import check_output, check_tensors, write_engine  # noqa: E402
-from builder.lower_torch import has_fast_bf16  # noqa: E402
 from builder.plan_report import memory_report, parse_bytes  # noqa: E402
 from builder.weights.checkpoint import Checkpoint, parse_tokenizer  # noqa: E402
 from builder.weights.detect import read_checkpoint  # noqa: E402
+from plugins.linear.cpu import has_fast_bf16  # noqa: E402
 from runtime import manifest  # noqa: E402
 from runtime.config import DTYPE_BYTES, DType, EngineLimits  # noqa: E402
 from runtime.errors import CheckpointError, CommitKVError, ConfigError, ManifestError  # noqa: E402

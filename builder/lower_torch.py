@@ -1,11 +1,7 @@
 """The torch lowering: runs the model definition eagerly on CPU or a CUDA device, one step at a time.
 
 Attention and its storage are the caller's (`KvStep`), so the same decoder serves paged storage, a contiguous cache
-in tests, and probes that keep nothing.
-
-On a CPU in bf16, weights are reordered once into oneDNN's own layout: on a two-core Sapphire Rapids machine all
-linears of SmolLM2-135M then take 13 ms for 1 to 8 rows and 35 ms for 256, against 18 and 46 ms with plain weights and
-17 (1 row), 35 (8 rows) and 180 ms (256 rows) in fp32.
+in tests, and probes that keep nothing. Products and row operations come in the forms of `plugins`.
 """
 
 from __future__ import annotations
@@ -21,6 +17,8 @@ import torch.nn.functional as F
 from builder.model import EMBEDDING, HEAD, DecoderModel, weight_recipes
 from builder.rope import inverse_frequencies, rotary_tables
 from builder.weights.safetensors_files import open_file
+from plugins.linear.cpu import TorchLinear
+from plugins.linear.params import LinearForm, Product
 from plugins.pointwise.cpu import TorchPointwise
 from plugins.pointwise.params import Pointwise
 from runtime.config import ModelSpec
@@ -47,18 +45,23 @@ class KvStep(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class DecoderForms:
+    """Which form of each operation a decoder runs."""
+
+    linear: LinearForm
+    pointwise: Pointwise
+
+
+TORCH_DECODER_FORMS = DecoderForms(TorchLinear(), TorchPointwise())
+
+
 @dataclass(frozen=True, eq=False)
-class _Weight:
-    """`packed`: `data` is in oneDNN's layout and only its linear can read it."""
+class _Weights:
+    """tensors: embedding and norms.   products: everything that is multiplied."""
 
-    data: torch.Tensor
-    packed: bool = False
-
-
-def has_fast_bf16() -> bool:
-    """Whether this CPU multiplies bf16 natively; without that fp32 is the faster engine dtype."""
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("amx_bf16") or capabilities.get("avx512_bf16"))
+    tensors: dict[str, torch.Tensor]
+    products: dict[str, Product]
 
 
 class TorchDecoder:
@@ -70,30 +73,40 @@ class TorchDecoder:
         weights: Mapping[str, torch.Tensor],
         dtype: str,
         device: str = "cpu",
-        pointwise: Pointwise | None = None,
+        forms: DecoderForms = TORCH_DECODER_FORMS,
     ) -> None:
-        """Takes weights one by one, so that a lazy mapping never has to hold all of them.
-
-        pointwise: form of the row operations, None for torch's.
-        """
+        """Takes weights one by one, so that a lazy mapping never has to hold all of them."""
         self.spec = spec
-        self._pointwise = pointwise or TorchPointwise()
         self.dtype = TORCH_DTYPE[dtype]
         self.device = torch.device(device)
         self.frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
         self.model = DecoderModel(spec)
-        pack = self.device.type == "cpu" and self.dtype == torch.bfloat16 and has_fast_bf16()
-        self._weights: dict[str, _Weight] = {}
-        for recipe in weight_recipes(spec):
-            data = weights[recipe.name]
+        self._pointwise = forms.pointwise
+        self._weights = self._load(weights, forms.linear)
+
+    def _load(self, weights: Mapping[str, torch.Tensor], form: LinearForm) -> _Weights:
+        loaded = _Weights({}, {})
+        biases = {names.qkv: names.qkv_bias for names in self.model.layers if names.qkv_bias}
+        # Forms repack bf16 weights; a copy of the rest then lets go of the mapped file, which would stay resident.
+        copies = self.device.type == "cpu" and self.dtype == torch.bfloat16
+
+        def read(recipe_name: str, dtype: torch.dtype) -> torch.Tensor:
+            return weights[recipe_name].to(self.device, dtype)
+
+        for recipe in weight_recipes(self.spec):
+            if recipe.name in biases.values():
+                continue
+            data = read(recipe.name, torch.float32 if recipe.is_norm else self.dtype)
             assert tuple(data.shape) == recipe.shape, f"{recipe.name}: {tuple(data.shape)} is not {recipe.shape}"
-            data = data.to(self.device, torch.float32 if recipe.is_norm else self.dtype)
-            if pack and len(recipe.shape) == 2 and recipe.name not in (EMBEDDING, HEAD):
-                packed = torch.ops.mkldnn._reorder_linear_weight(data, None)
-                self._weights[recipe.name] = _Weight(packed, packed=True)
+            if recipe.is_norm or recipe.name in (EMBEDDING, HEAD):
+                data = data.clone() if copies else data
+                loaded.tensors[recipe.name] = data
+                if recipe.name == self.model.head:
+                    loaded.products[recipe.name] = form.logits(data)
             else:
-                # A copy lets go of the mapped file, whose pages would stay resident beside the packed form.
-                self._weights[recipe.name] = _Weight(data.clone() if pack else data)
+                bias = biases.get(recipe.name)
+                loaded.products[recipe.name] = form.linear(data, None if bias is None else read(bias, self.dtype))
+        return loaded
 
     @torch.inference_mode()
     def forward(
@@ -123,36 +136,28 @@ class _StepInput:
 class _TorchOps:
     """`builder.model.Ops` over tensors, for one step."""
 
-    def __init__(
-        self, spec: ModelSpec, weights: dict[str, _Weight], kv: KvStep, pointwise: Pointwise, step: _StepInput
-    ) -> None:
+    def __init__(self, spec: ModelSpec, weights: _Weights, kv: KvStep, pointwise: Pointwise, step: _StepInput) -> None:
         self._spec = spec
-        self._weights = weights
+        self._tensors, self._products = weights.tensors, weights.products
         self._kv = kv
         self._pointwise = pointwise
         self._step = step
         self._head_split = [spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads]
 
     def embed(self, weight: str) -> torch.Tensor:
-        return F.embedding(self._step.token_ids, self._weights[weight].data)
+        return F.embedding(self._step.token_ids, self._tensors[weight])
 
     def linear(self, x: torch.Tensor, weight: str, bias: str | None) -> torch.Tensor:
-        w = self._weights[weight]
-        b = None if bias is None else self._weights[bias].data
-        if w.packed:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, w.data, b, "none", [], "")
-        else:
-            out = F.linear(x, w.data, b)
-        return out
+        return self._products[weight](x)
 
     def rms_norm(self, x: torch.Tensor, weight: str) -> torch.Tensor:
-        return self._pointwise.rms_norm(x, self._weights[weight].data, self._spec.rms_eps)
+        return self._pointwise.rms_norm(x, self._tensors[weight], self._spec.rms_eps)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._pointwise.add_norm(x, delta, self._weights[weight].data, self._spec.rms_eps)
+        return self._pointwise.add_norm(x, delta, self._tensors[weight], self._spec.rms_eps)
 
     def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._pointwise.gated_silu(gate_up)
@@ -171,10 +176,7 @@ class _TorchOps:
         return x.index_select(0, self._step.logit_rows)
 
     def logits(self, x: torch.Tensor, weight: str) -> torch.Tensor:
-        table = self._weights[weight].data
-        if x.shape[0] == 1:
-            return torch.mv(table, x[0]).unsqueeze(0).float()
-        return F.linear(x, table).float()
+        return self._products[weight](x)
 
 
 class _FileWeights(Mapping[str, torch.Tensor]):
@@ -196,7 +198,7 @@ class _FileWeights(Mapping[str, torch.Tensor]):
 
 
 def load_decoder(
-    weights_file: Path, spec: ModelSpec, dtype: str, device: str = "cpu", pointwise: Pointwise | None = None
+    weights_file: Path, spec: ModelSpec, dtype: str, device: str = "cpu", forms: DecoderForms = TORCH_DECODER_FORMS
 ) -> TorchDecoder:
     """The decoder of an engine directory's `weights.safetensors`, whose manifest was checked before."""
-    return TorchDecoder(spec, _FileWeights(weights_file), dtype, device, pointwise)
+    return TorchDecoder(spec, _FileWeights(weights_file), dtype, device, forms)

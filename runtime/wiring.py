@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from builder.lower_torch import load_decoder
+from builder.lower_torch import TORCH_DECODER_FORMS, DecoderForms, load_decoder
 from plugins.append.native import make_append
 from plugins.attend.native import make_attend
 from plugins.commit.native import make_commit
+from plugins.linear.native import make_linear
 from plugins.pointwise.native import make_pointwise
 from runtime import manifest as manifests
 from runtime.chat_format import ChatFormat
@@ -39,8 +40,8 @@ def load_engine(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True)
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     manager = KvManager(spec, limits, config.kv_memory_bytes)
     storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks)
-    pointwise = make_pointwise(torch.get_num_threads())
-    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, pointwise=pointwise)
+    forms = native_decoder_forms(torch.get_num_threads())
+    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, forms=forms)
     executor = TorchExecutor(decoder, spec, limits, storage, native_forms(torch.get_num_threads()))
     tokenizer = load_tokenizer(engine_dir, manifest)
     chat_format = load_chat_format(engine_dir, manifest)
@@ -85,4 +86,12 @@ def native_forms(num_threads: int) -> Forms:
         attend=make_attend(num_threads) or TORCH_FORMS.attend,
         draw_line=line,
         publish=publish,
+    )
+
+
+def native_decoder_forms(num_threads: int) -> DecoderForms:
+    """The same for what the decoder runs."""
+    return DecoderForms(
+        linear=make_linear(num_threads) or TORCH_DECODER_FORMS.linear,
+        pointwise=make_pointwise(num_threads) or TORCH_DECODER_FORMS.pointwise,
     )

@@ -18,6 +18,7 @@ from plugins.append.native import NativeAppend
 from plugins.commit.native import NativeLine, NativePublish
 from plugins.commit.params import LineParams
 from plugins.layout import CODE_BITS, BlockLayout
+from plugins.linear.native import NativeLinear
 from plugins.memory import KvMemory
 from plugins.pointwise.native import NativePointwise
 
@@ -62,7 +63,17 @@ def commit(lib: ctypes.CDLL) -> None:
                 publish(state.memory, replace(plan_publish(state, decision, gate), **moves), decision)
 
 
-RUNS = {"pointwise": pointwise, "append": append, "commit": commit}
+def linear(lib: ctypes.CDLL) -> None:
+    form = NativeLinear(lib, None, 2)
+    for outputs, inputs in ((16, 32), (48, 64), (576, 96)):
+        weight = torch.randn(outputs, inputs).bfloat16()
+        products = form.linear(weight, torch.randn(outputs).bfloat16()), form.linear(weight, None), form.logits(weight)
+        for rows in (0, 1, 15, 16, 17, 33, 70):
+            for product in products:
+                product(torch.randn(rows, inputs).bfloat16())
+
+
+RUNS = {"pointwise": pointwise, "append": append, "commit": commit, "linear": linear}
 
 if __name__ == "__main__":
     RUNS[sys.argv[2]](ctypes.CDLL(sys.argv[1]))

@@ -9,11 +9,9 @@ from itertools import count
 import pytest
 import torch
 
-from builder.lower_torch import TorchDecoder
+from builder.lower_torch import TORCH_DECODER_FORMS, DecoderForms, TorchDecoder
 from builder.model import weight_recipes
 from plugins.layout import CODE_BITS
-from plugins.pointwise.native import make_pointwise
-from plugins.pointwise.params import Pointwise
 from runtime.config import EngineLimits, ModelSpec, RopeSpec
 from runtime.executor_torch import TORCH_FORMS, TorchExecutor
 from runtime.kv_storage import KvStorage
@@ -29,7 +27,7 @@ from runtime.step import (
     StepPlan,
     int32,
 )
-from runtime.wiring import native_forms
+from runtime.wiring import native_decoder_forms, native_forms
 
 SPEC = ModelSpec("qwen3", 3, 64, 96, 6, 2, 16, 97, 1e-5, RopeSpec(10000.0), 4096, True, qkv_bias=True, qk_norm=True)
 LIMITS = EngineLimits(dtype="fp32", kv_dtype="fp32", page_tokens=8, block_entries=16)
@@ -40,10 +38,10 @@ VERSIONS = count(1)
 class LogitsSpy:
     """A decoder that remembers its last logits and asks `interrupted` as the real one does."""
 
-    def __init__(self, pointwise: Pointwise | None = None) -> None:
+    def __init__(self, forms: DecoderForms) -> None:
         gen = torch.Generator().manual_seed(5)
         weights = {r.name: torch.randn(r.shape, generator=gen) * 0.3 + 1.5 * r.is_norm for r in weight_recipes(SPEC)}
-        self.decoder = TorchDecoder(SPEC, weights, "fp32", pointwise=pointwise)
+        self.decoder = TorchDecoder(SPEC, weights, "fp32", forms=forms)
         self.logits = torch.zeros(0)
 
     def forward(self, token_ids, positions, kv, logit_rows, interrupted=None):  # type: ignore[no-untyped-def]
@@ -115,7 +113,7 @@ NATIVE = native_forms(2)
 
 @pytest.fixture(params=["torch", "native"])
 def bench(request: pytest.FixtureRequest) -> Bench:
-    spy = LogitsSpy(None if request.param == "torch" else make_pointwise(2))
+    spy = LogitsSpy(TORCH_DECODER_FORMS if request.param == "torch" else native_decoder_forms(2))
     storage = KvStorage(SPEC, LIMITS, 64, dict.fromkeys(CODE_BITS, 200), poison=True)
     return Bench(
         spy, storage, TorchExecutor(spy, SPEC, LIMITS, storage, TORCH_FORMS if request.param == "torch" else NATIVE)

@@ -1,0 +1,1 @@
+"""`linear`: products with the model's weights."""
