@@ -176,6 +176,7 @@ static void run_amx(const Plan &plan, const Item &item, const List &list, Work &
   AmxRoom room = make_amx_room(w, scratch);
   const WideRoom wide = make_wide_room(w, scratch);
   Tile tiles[2];
+  tiles[1].pages = false;  // read even when there is no second tile
   Cursor at = {item.first_segment, 0, item.position, 0};
   configure_tiles(w.vectors);
   int now = 0;
