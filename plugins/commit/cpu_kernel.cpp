@@ -88,6 +88,15 @@ const float *candidate_key(const Row &r, int64_t candidate, int64_t &open, float
   return to;
 }
 
+float square_of(const Row &r, const float *key) {
+  vf sum = set1(0.0f);
+  for (int64_t d = 0; d < r.a.head_dim; d += W) {
+    const vf x = load_some<F32>(key, d, r.a.head_dim);
+    sum = fma(x, x, sum);
+  }
+  return hsum(sum);
+}
+
 // room.tile[d][j] = key of candidate first + j, room.squares[j] = its square, infinite where it may not absorb.
 void fill_tile(const Row &r, int64_t first, int64_t count, int64_t &open) {
   const int64_t stride = r.room.stride, padded = round_up(count, W);
@@ -96,9 +105,7 @@ void fill_tile(const Row &r, int64_t first, int64_t count, int64_t &open) {
     if (j < count) {
       const float *key = candidate_key(r, first + j, open, row);
       if (key != row) std::memcpy(row, key, stride * 4);
-      float square = 0.0f;
-      for (int64_t d = 0; d < r.a.head_dim; ++d) square += row[d] * row[d];
-      r.room.squares[j] = __builtin_isinf(score_of(r, first + j)) ? FAR : square;
+      r.room.squares[j] = __builtin_isinf(score_of(r, first + j)) ? FAR : square_of(r, row);
     } else {
       std::memset(row, 0, stride * 4);
       r.room.squares[j] = FAR;
@@ -150,12 +157,9 @@ int64_t find_nearest(const Row &r) {
     if (r.room.nearest[i] < 0) continue;
     const float *key = r.key(r.kept + i);
     const float *other = candidate_key(r, r.room.nearest[i], open, r.room.rows);
-    float distance = 0.0f, square = 0.0f;
-    for (int64_t d = 0; d < a.head_dim; ++d) {
-      const float x = key[d] - other[d];
-      distance += x * x, square += key[d] * key[d];
-    }
-    const bool near = __builtin_sqrtf(distance) < a.gate * __builtin_sqrtf(square);
+    float distance = 0.0f;  // exact, unlike `best`, which cancels
+    for (int64_t d = 0; d < a.head_dim; ++d) distance += (key[d] - other[d]) * (key[d] - other[d]);
+    const bool near = __builtin_sqrtf(distance) < a.gate * __builtin_sqrtf(square_of(r, key));
     if (!near) r.room.nearest[i] = -1;
     absorbed += near;
   }
