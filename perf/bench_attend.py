@@ -23,7 +23,7 @@ from plugins.attend import native
 from plugins.attend.params import AttendParams, AttendTables
 from plugins.layout import BlockFormat, BlockLayout
 
-KV_HEADS, GROUP, HEAD_DIM, PAGE_TOKENS, BLOCK_ENTRIES = 3, 3, 64, 16, 64
+KV_HEADS, GROUP, HEAD_DIM, PAGE_TOKENS, BLOCK_ENTRIES, RECORD_SKIP = 3, 3, 64, 16, 64, 128
 Call = Callable[[], object]
 COLD_BYTES = 96 << 20  # arenas of one round together, so that none is left in a private cache from the round before
 
@@ -74,6 +74,7 @@ def make_params(shape: Shape) -> AttendParams:
         record=torch.ones(shape.batch * shape.rows, dtype=torch.uint8)
         if shape.rows == 1
         else (torch.arange(shape.batch * shape.rows) % 8 == 0).to(torch.uint8),
+        record_skip=torch.full((shape.batch,), RECORD_SKIP, dtype=torch.int32),
     )
     seen = torch.zeros(num_pages, KV_HEADS, PAGE_TOKENS, dtype=torch.float16)
     score = torch.zeros(num_blocks, BLOCK_ENTRIES, dtype=torch.float16)

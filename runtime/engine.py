@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from runtime.answer import accept_token, finish_event
 from runtime.config import EngineLimits, ModelSpec, RuntimeConfig
@@ -25,8 +26,9 @@ from runtime.kv_manager import Freed, KvManager
 from runtime.maintenance import CommitWork, Maintenance, ProbeSettings, ProbeWork
 from runtime.request import ErrorEvent, Event, KvStats, Request
 from runtime.scheduler import Scheduler, Starved, StepWork
-from runtime.step import Executor, StepResult
+from runtime.step import Executor, ProbePlan, StepResult
 
+Peeked = TypeVar("Peeked")
 Work = StepWork | Starved | ProbeWork | CommitWork
 
 
@@ -37,6 +39,7 @@ class EngineParts:
     spec: ModelSpec
     limits: EngineLimits
     config: RuntimeConfig
+    manager: KvManager
     executor: Executor
     intake: Intake
     probe_prompt: tuple[int, ...]
@@ -45,7 +48,8 @@ class EngineParts:
 class Engine:
     """Conversations over one executor."""
 
-    def __init__(self, parts: EngineParts, manager: KvManager, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, parts: EngineParts, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
+        manager = parts.manager
         self._executor = parts.executor
         self._intake = parts.intake
         self._eos = parts.spec.eos_token_ids
@@ -141,6 +145,30 @@ class Engine:
             return bool(self._by_request)
 
     # The engine's thread
+
+    def peek(self, conversation_id: str, user_text: str, answer: str, read: Callable[[ProbePlan], Peeked]) -> Peeked:
+        """What the model would make of one more turn whose answer begins with `answer`; nothing of it stays.
+
+        `read` gets the plan of those rows. For evaluation: only while no turn runs, from the engine's thread.
+        """
+        conversation = self._by_id[conversation_id]
+        assert conversation.turn is None
+        kv = self._manager[conversation.handle]
+        token_ids = tuple(conversation.tokens[kv.num_tokens :]) + self._intake.preview(conversation, user_text, answer)
+        reservation = self._manager.reserve_scratch(conversation.handle, len(token_ids))
+        plan = ProbePlan(
+            handle=conversation.handle,
+            token_ids=token_ids,
+            first_position=kv.num_tokens,
+            slots=reservation.slots,
+            view=reservation.view,
+            first_scored_row=len(token_ids),
+        )
+        try:
+            return read(plan)
+        finally:
+            self._manager.cancel_rows(reservation)
+            self._release(Freed(reservation.new_page_ids))
 
     def step(self) -> tuple[list[Event], bool]:
         """One unit of work. Returns what happened, and whether anything was done (False: nothing to do)."""

@@ -153,7 +153,7 @@ class TorchExecutor:
         self._decided = None
         num_rows = len(plan.token_ids)
         record = bytes(i >= plan.first_scored_row for i in range(num_rows))
-        rows = StepRows(plan.token_ids, plan.first_position, plan.slots, plan.view, record)
+        rows = StepRows(plan.token_ids, plan.first_position, plan.slots, plan.view, record, plan.record_skip)
         step, token_ids, positions = self._prepare([rows])
         with self._scores_put_back(plan.view) as put_back:
             no_rows = torch.zeros(0, dtype=torch.int64)

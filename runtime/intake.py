@@ -114,6 +114,12 @@ class Intake:
         conversation.ended = False
         return turn
 
+    def preview(self, conversation: Conversation, user_text: str, answer: str) -> tuple[int, ...]:
+        """Tokens of a next turn whose answer has begun; the conversation stays as it is."""
+        turn = self._chat_format.next_turn(user_text, conversation.ended)
+        ids, _ = self._tokenizer.encode(turn.text + answer, (turn.user_start, turn.user_end))
+        return tuple(ids)
+
     def _policy(self, request: Request) -> Policy:
         return get_policy(request.policy if request.policy is not None else self._default_policy)
 

@@ -156,5 +156,6 @@ class Maintenance:
             slots=reservation.slots,
             view=reservation.view,
             first_scored_row=len(self._probe.prompt),
+            record_skip=conversation.policy.schedule.recent_tokens,
         )
         return ProbeWork(plan, reservation, (start, end))

@@ -167,5 +167,6 @@ class Scheduler:
             slots=reservation.slots,
             view=reservation.view,
             record_seen=conversation.policy.compresses,
+            record_skip=conversation.policy.schedule.recent_tokens,
             sample=sample,
         )

@@ -86,6 +86,8 @@ class SequencePlan:
     slots: [num_tokens] where `append` writes each token's K and V.
     record_seen: whether attention updates `seen` and `score`; for chunks the executor samples the rows
         (the last `SEEN_LAST_ROWS` and every `SEEN_EVERY`-th).
+    record_skip: page tokens up to and including a row whose weights are not recorded for that row: the recent
+        window, which stays active whatever its scores (see `plugins.attend.params`).
     sample: None for a chunk that is not the last of its prompt.
     """
 
@@ -95,6 +97,7 @@ class SequencePlan:
     slots: array[int]
     view: KvView
     record_seen: bool
+    record_skip: int
     sample: SampleSpec | None
 
 
@@ -124,7 +127,7 @@ class StepResult:
 @dataclass(frozen=True, eq=False)
 class ProbePlan:
     """Re-read of a span: like a prefill chunk whose pages are scratch. `first_scored_row` and later rows
-    raise the scores of everything they look at."""
+    raise the scores of what they look at, all but the newest `record_skip` page tokens up to themselves."""
 
     handle: int
     token_ids: tuple[int, ...]
@@ -132,6 +135,7 @@ class ProbePlan:
     slots: array[int]
     view: KvView
     first_scored_row: int
+    record_skip: int
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ CACHED_TABLES = 64
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """Rows of one conversation.   record: [num_tokens] 1 where attention raises scores."""
+    """Rows of one conversation.   record: [num_tokens] 1 where attention raises scores; record_skip: as in the plan."""
 
     token_ids: Sequence[int]
     first_position: int
     slots: array[int]
     view: KvView
     record: bytes
+    record_skip: int
 
     @classmethod
     def of(cls, sequence: SequencePlan) -> StepRows:
@@ -38,7 +39,7 @@ class StepRows:
             record = b"\x01" * count
         else:
             record = bytes(i >= count - SEEN_LAST_ROWS or (first + i) % SEEN_EVERY == 0 for i in range(count))
-        return cls(sequence.token_ids, first, sequence.slots, sequence.view, record)
+        return cls(sequence.token_ids, first, sequence.slots, sequence.view, record, sequence.record_skip)
 
 
 class TableBuilder:
@@ -51,19 +52,21 @@ class TableBuilder:
     def build(self, sequences: Sequence[StepRows]) -> StepTables:
         """Tables of consecutive sequences whose blocks lie in one arena."""
         row_starts, page_starts, page_ids, page_lens = int32([0]), int32([0]), int32(), int32()
-        record = bytearray()
+        record, record_skip = bytearray(), int32()
         for rows in sequences:
             row_starts.append(row_starts[-1] + len(rows.token_ids))
             page_starts.append(page_starts[-1] + len(rows.view.page_ids))
             page_ids.extend(rows.view.page_ids)
             page_lens.extend(rows.view.page_lens)
             record += rows.record
+            record_skip.append(rows.record_skip)
         return StepTables(
             int32_tensor(row_starts),
             int32_tensor(page_starts),
             int32_tensor(page_ids),
             int32_tensor(page_lens),
             torch.frombuffer(record, dtype=torch.uint8),
+            int32_tensor(record_skip),
             self._blocks_of(tuple(rows.view.blocks for rows in sequences)),
         )
 

@@ -35,6 +35,11 @@ def load_engine(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True)
 
     verify: compare the hash of every file with the manifest. Raises ManifestError or ConfigError.
     """
+    return Engine(load_parts(engine_dir, config, verify=verify))
+
+
+def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) -> EngineParts:
+    """What `load_engine` makes an engine of; evaluation also talks to the executor itself."""
     manifest = manifests.load(engine_dir, target="cpu", verify=verify)
     spec, limits = manifest.model, manifest.limits
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
@@ -46,16 +51,16 @@ def load_engine(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True)
     tokenizer = load_tokenizer(engine_dir, manifest)
     chat_format = load_chat_format(engine_dir, manifest)
     probe_prompt, _ = tokenizer.encode(chat_format.next_turn(PROBE_REQUEST, False).text, (0, 0))
-    parts = EngineParts(
+    log.info("loaded %s: %d layers, %s weights, policy %s", engine_dir, spec.num_layers, limits.dtype, limits.policy)
+    return EngineParts(
         spec=spec,
         limits=limits,
         config=config,
+        manager=manager,
         executor=executor,
         intake=Intake(tokenizer, chat_format, limits.policy, limits.max_seq_len, config.max_waiting),
         probe_prompt=tuple(probe_prompt),
     )
-    log.info("loaded %s: %d layers, %s weights, policy %s", engine_dir, spec.num_layers, limits.dtype, limits.policy)
-    return Engine(parts, manager)
 
 
 def load_tokenizer(engine_dir: Path, manifest: Manifest) -> EngineTokenizer:

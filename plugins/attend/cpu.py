@@ -63,7 +63,7 @@ class TorchAttend:
 def attend(params: AttendParams) -> None:
     """Writes params.out and raises params.seen and params.score, in place."""
     tables = params.tables
-    row_starts, record = tables.row_starts.tolist(), tables.record.bool()
+    row_starts, record, record_skip = tables.row_starts.tolist(), tables.record.bool(), tables.record_skip.tolist()
     for sequence in range(len(row_starts) - 1):
         first, last = row_starts[sequence], row_starts[sequence + 1]
         if first == last:
@@ -76,6 +76,7 @@ def attend(params: AttendParams) -> None:
             recorded = record[start:end]
             if not bool(recorded.any()):
                 continue
+            _skip_newest(weights.pages, hidden + record_skip[sequence])
             top = _top(weights.pages, recorded)
             page_top = top if page_top is None else torch.maximum(page_top, top)
             if weights.blocks is not None:
@@ -165,6 +166,13 @@ def _attend_rows(
     out = out.view(kv_heads, end - start, group_size, head_dim).transpose(0, 1)
     params.out[start:end] = out.reshape(end - start, -1, head_dim)
     return Weights(page_weights, block_logits)
+
+
+def _skip_newest(weights: torch.Tensor, skipped: torch.Tensor) -> None:
+    """weights [G, rows * group, n]: 0 for the last skipped[i] page tokens of row i, in place."""
+    (heads, vectors, num_tokens), rows = weights.shape, skipped.shape[0]
+    newest = torch.arange(num_tokens - 1, -1, -1, device=weights.device) < skipped[:, None]
+    weights.view(heads, rows, vectors // rows, num_tokens).masked_fill_(newest[:, None], 0.0)
 
 
 def _top(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ struct Args {
   const uint8_t *blocks;  // [num_blocks, block_bytes]
   uint16_t *score;        // [num_blocks, block_entries] fp16
   const int32_t *row_starts, *page_starts, *page_ids, *page_lens, *block_starts, *block_ids, *block_lens;
+  const int32_t *record_skip;  // [num_seqs] page tokens up to and including a row that are not recorded for it
   const uint8_t *record;   // [rows]
   ParallelStart parallel;  // null: our own threads
   int64_t num_seqs, kv_heads, group, head_dim, page_tokens, block_entries, block_bytes;

@@ -106,17 +106,20 @@ COMMITKV_INLINE int64_t visible(const Plan &plan, const Item &item, const List &
   return list.page_tokens - (end - 1 - (item.row + row)) - tile.position;
 }
 
-// logits = logits * scale + bias, hidden tokens and the padding up to a whole vector at -inf; recorded rows are kept.
+COMMITKV_INLINE int64_t clamp_count(int64_t x, int64_t most) { return x < 0 ? 0 : x < most ? x : most; }
+
+// logits = logits * scale + bias, hidden tokens and the padding up to a whole vector at -inf; recorded rows are kept,
+// without the newest page tokens before them.
 static void finish_logits(const Plan &plan, const Item &item, const List &list, const Tile &tile, Work &w) {
   const Args &a = plan.args;
   const int64_t padded = round_up(tile.tokens, W);
   const vf scale = set1(a.scale);
   float *kept = w.kept ? w.kept + tile.offset : nullptr;
   for (int32_t row = 0; row < item.rows; ++row) {
-    int64_t shown = tile.tokens;
+    int64_t shown = tile.tokens, recorded = tile.tokens;
     if (tile.pages) {
-      const int64_t seen = visible(plan, item, list, tile, row);
-      shown = seen < 0 ? 0 : seen < shown ? seen : shown;
+      const int64_t seen = visible(plan, item, list, tile, row), skip = a.record_skip[item.seq];
+      shown = clamp_count(seen, shown), recorded = clamp_count(seen - skip, recorded);
     }
     const bool keep = kept && a.record[item.row + row];
     for (int64_t h = 0; h < a.group; ++h) {
@@ -128,7 +131,8 @@ static void finish_logits(const Plan &plan, const Item &item, const List &list, 
       }
       for (int64_t j = shown; j < padded; ++j) s[j] = NEG_INF;
       if (keep) {
-        std::memcpy(kept, s, tile.tokens * 4);
+        std::memcpy(kept, s, recorded * 4);
+        for (int64_t j = recorded; j < tile.tokens; ++j) kept[j] = NEG_INF;
         kept += w.kept_stride;
       }
     }

@@ -18,7 +18,7 @@ _HERE = Path(__file__).resolve().parent
 _NO_MEMORY = "attend: no memory for its scratch; lower the rows per step"
 
 _POINTERS = ("q", "out", "pages", "seen", "blocks", "score", "row_starts", "page_starts", "page_ids", "page_lens",
-             "block_starts", "block_ids", "block_lens", "record", "parallel")  # fmt: skip
+             "block_starts", "block_ids", "block_lens", "record_skip", "record", "parallel")  # fmt: skip
 _SIZES = ("num_seqs", "kv_heads", "group", "head_dim", "page_tokens", "block_entries", "block_bytes",
           "v_codes", "k_scale", "k_min", "v_scale", "v_min", "bias")  # fmt: skip
 _CODES = ("q_dtype", "page_dtype", "block_format", "num_threads", "level")
@@ -161,4 +161,5 @@ def _set_tables(args: _Args, tables: AttendTables | StepTables) -> None:
     """The tables that are the same in every layer."""
     args.row_starts, args.page_starts = tables.row_starts.data_ptr(), tables.page_starts.data_ptr()
     args.page_ids, args.page_lens = tables.page_ids.data_ptr(), tables.page_lens.data_ptr()
-    args.record, args.num_seqs = tables.record.data_ptr(), tables.row_starts.shape[0] - 1
+    args.record, args.record_skip = tables.record.data_ptr(), tables.record_skip.data_ptr()
+    args.num_seqs = tables.row_starts.shape[0] - 1

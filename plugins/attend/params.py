@@ -6,6 +6,12 @@ For sequence s and query head h of KV head g = h // group_size, row i of its n r
 out = softmax(scale * q.k + bias) . v over that union. For rows with `record` set, the largest weight over those
 rows and over the query heads of the group raises `seen` (pages) and `score` (blocks): x = max(x, weight).
 Blocks themselves are never written.
+
+What a row reads among the newest `record_skip` page tokens up to and including itself is not recorded. Heads that
+look at their neighbourhood give every token a large weight when it is new, which says nothing about whether it is
+needed once it is old; and the newest tokens stay active anyway, so nobody asks for their score yet. Skipping 128 took
+the Kullback-Leibler divergence of next-token distributions to the full cache from 0.065 to 0.020 (SmolLM2-135M, 2,100
+tokens, 35 % of the entries kept, unquantized). Committed entries are always recorded: they are old.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ class AttendTables:
     page_starts [S+1] into page_ids, page_lens.
     block_starts [S*G+1] into block_ids, block_lens; list s*G+g belongs to sequence s, KV head g (of ONE layer).
     record [rows] uint8.
+    record_skip [S]: so many page tokens up to and including a row of s are not recorded for that row; `out` sees all.
     """
 
     row_starts: torch.Tensor
@@ -41,6 +48,7 @@ class AttendTables:
     block_ids: torch.Tensor
     block_lens: torch.Tensor
     record: torch.Tensor
+    record_skip: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +92,7 @@ class StepTables:
     page_ids: torch.Tensor
     page_lens: torch.Tensor
     record: torch.Tensor
+    record_skip: torch.Tensor
     blocks: LayerBlocks
 
     def layer(self, layer: int) -> AttendTables:
@@ -92,7 +101,7 @@ class StepTables:
         part = slice(blocks.first[layer], blocks.first[layer] + int(blocks.starts[layer, -1]))
         return AttendTables(
             self.row_starts, self.page_starts, self.page_ids, self.page_lens,
-            blocks.starts[layer], blocks.ids[part], blocks.lens[part], self.record,
+            blocks.starts[layer], blocks.ids[part], blocks.lens[part], self.record, self.record_skip,
         )  # fmt: skip
 
 

@@ -23,16 +23,20 @@ def attend(params: AttendParams) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     row_starts = tables.row_starts.tolist()
     for sequence in range(len(row_starts) - 1):
         first, last = row_starts[sequence], row_starts[sequence + 1]
+        skip = int(tables.record_skip[sequence])
         for g in range(kv_heads):
             page_tokens = _page_tokens(params, sequence, g)
             entries = _block_entries(params, sequence, g)
             for row in range(first, last):
-                visible = page_tokens[: max(0, len(page_tokens) - (last - 1 - row))] + entries
+                num_pages = max(0, len(page_tokens) - (last - 1 - row))
+                visible = page_tokens[:num_pages] + entries
+                unrecorded = range(max(0, num_pages - skip), num_pages)
                 for h in range(g * group_size, (g + 1) * group_size):
                     weights = _weights(q[row, h].double(), visible, params.scale)
-                    for weight, (_, value, _, (where, offset, is_block)) in zip(weights, visible, strict=True):
+                    for i, (weight, (_, value, _, place)) in enumerate(zip(weights, visible, strict=True)):
+                        where, offset, is_block = place
                         out[row, h] += weight * value
-                        if not tables.record[row]:
+                        if not tables.record[row] or i in unrecorded:
                             continue
                         if is_block:
                             score[where, offset] = max(float(score[where, offset]), weight)

@@ -30,6 +30,7 @@ class AttendCase:
     kv_dtype: str = "fp32"
     format: BlockFormat = "int4"
     record: str = "all"
+    record_skip: int = 0
     logit_scale: float = 1.0
     holes: bool = False
 
@@ -46,6 +47,9 @@ CASES = (
     AttendCase("chunk", rows=(13,), tokens=(13,)),
     AttendCase("chunk_over_history", rows=(17, 1, 6), tokens=(40, 12, 6), record="some"),
     AttendCase("record_none", rows=(4, 1), tokens=(9, 9), record="none"),
+    AttendCase("skip_small", rows=(17, 1, 6), tokens=(40, 12, 6), record="some", record_skip=3),
+    AttendCase("skip_with_holes", rows=(1, 5), tokens=(20, 31), holes=True, record_skip=9),
+    AttendCase("skip_all", rows=(13, 1), tokens=(13, 40), record_skip=1000),
     AttendCase("int8", rows=(3, 1), tokens=(12, 20), format="int8"),
     AttendCase("fp32_blocks", rows=(3, 1), tokens=(12, 20), format="fp32"),
     AttendCase("bf16", rows=(3, 1), tokens=(12, 20), dtype="bf16", kv_dtype="bf16", format="bf16"),
@@ -70,7 +74,9 @@ def make_attend_case(case: AttendCase, seed: int = 0) -> AttendParams:
     num_rows = sum(case.rows)
     q = torch.randn(num_rows, case.kv_heads * case.group_size, case.head_dim, generator=gen) * case.logit_scale
     record = {"all": torch.ones(num_rows), "none": torch.zeros(num_rows), "some": torch.arange(num_rows) % 3 == 1}
-    tables = AttendTables(_starts(list(case.rows)), *page_tables, *block_tables, record[case.record].to(torch.uint8))
+    skip = torch.full((len(case.rows),), case.record_skip, dtype=torch.int32)
+    record_rows = record[case.record].to(torch.uint8)
+    tables = AttendTables(_starts(list(case.rows)), *page_tables, *block_tables, record_rows, skip)
     q = q.to(DTYPES[case.dtype])
     return AttendParams(
         q, torch.full_like(q, torch.nan), pages, seen, blocks, score, layout, tables, case.head_dim**-0.5

@@ -34,8 +34,24 @@ def test_record_none_leaves_scores_alone() -> None:
     assert torch.equal(params.score.view(torch.int16), score.view(torch.int16))
 
 
+def test_skipping_changes_scores_of_pages_only() -> None:
+    plain, skipping = (make_attend_case(AttendCase("skip", rows=(4,), tokens=(30,), record_skip=n)) for n in (0, 9))
+    before = plain.seen.clone()
+    cpu.attend(plain)
+    cpu.attend(skipping)
+    assert torch.equal(plain.out, skipping.out)
+    assert torch.equal(plain.score.view(torch.int16), skipping.score.view(torch.int16))
+    tables, newest = plain.tables, 29
+    for i, page in reversed(list(enumerate(tables.page_ids.tolist()))):
+        for offset in reversed(range(int(tables.page_lens[i]))):
+            old, all_, some = (seen[page, :, offset] for seen in (before, plain.seen, skipping.seen))
+            # The first row sees tokens 0 to 26 and records 0 to 17, the last one 0 to 29 and 0 to 20.
+            assert torch.equal(some, old) if newest > 20 else torch.equal(some, all_) or newest > 17
+            newest -= 1
+
+
 def test_tiles_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = AttendCase("tiles", rows=(50, 3), tokens=(90, 20), record="some")
+    case = AttendCase("tiles", rows=(50, 3), tokens=(90, 20), record="some", record_skip=7)
     whole, tiled = make_attend_case(case), make_attend_case(case)
     cpu.attend(whole)
     monkeypatch.setattr(cpu, "TILE_LOGITS", 1500)
@@ -53,7 +69,7 @@ def test_sequence_answers_the_same_alone_or_in_a_batch() -> None:
     tables = type(t)(
         t.row_starts[1:] - 1, t.page_starts[1:] - first_page, t.page_ids[first_page:], t.page_lens[first_page:],
         t.block_starts[case.kv_heads :] - first_block, t.block_ids[first_block:], t.block_lens[first_block:],
-        t.record[1:],
+        t.record[1:], t.record_skip[1:],
     )  # fmt: skip
     fields = {**vars(alone), "q": alone.q[1:], "out": alone.out[1:], "tables": tables}
     cpu.attend(type(alone)(**fields))

@@ -30,7 +30,7 @@ Attend = Callable[[AttendParams], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One batch: per sequence (query rows, page tokens, entries per KV head)."""
+    """One batch: per sequence (query rows, page tokens, entries per KV head). record_skip repeats over sequences."""
 
     sequences: tuple[tuple[int, int, int], ...]
     kv_heads: int = 2
@@ -42,6 +42,7 @@ class Case:
     page_tokens: int = 16
     block_entries: int = 16
     record: str = "all"
+    record_skip: tuple[int, ...] = (0,)
     spread: float = 1.0
     seed: int = 0
 
@@ -87,11 +88,12 @@ def make_params(case: Case) -> AttendParams:
     record = {"all": torch.ones(sum(rows)), "none": torch.zeros(sum(rows))}.get(case.record)
     if record is None:
         record = torch.randint(0, 2, (sum(rows),), generator=g)
+    skips = [case.record_skip[i % len(case.record_skip)] for i in range(len(rows))]
     tables = AttendTables(
         row_starts=starts(rows), page_starts=starts([len(x) for x in page_lens]), page_ids=page_ids.int(),
         page_lens=torch.tensor(flat_pages, dtype=torch.int32), block_starts=starts([len(x) for x in block_lens]),
         block_ids=block_ids.int(), block_lens=torch.tensor(flat_blocks, dtype=torch.int32),
-        record=record.to(torch.uint8),
+        record=record.to(torch.uint8), record_skip=torch.tensor(skips, dtype=torch.int32),
     )  # fmt: skip
     q = q.to(DTYPES[case.q])
     out = torch.full_like(q, torch.nan)
@@ -185,6 +187,14 @@ def test_many_rows_are_tiled(attends: dict[str, Attend]) -> None:
     check(attends, Case(((2, 9, 8),), kv_heads=1, group=200, head_dim=32, record="some"))
 
 
+@pytest.mark.parametrize("skip", [(1,), (20, 0, 7), (128, 600), (10**6,)])
+def test_newest_tokens_are_not_recorded(attends: dict[str, Attend], skip: tuple[int, ...]) -> None:
+    """Decode, split lists, few rows and many, on every path."""
+    for types in ("fp32", "bf16"):
+        batch = ((1, 45, 40), (5, 33, 20), (33, 40, 5), (2, 2, 0), (1, 1300, 10), (70, 90, 0))
+        check(attends, Case(batch, kv_heads=1, q=types, kv=types, record="some", record_skip=skip))
+
+
 @pytest.mark.parametrize("format_", ["fp32", "int8"])
 def test_extreme_logits(attends: dict[str, Attend], format_: str) -> None:
     """Logits of +-1e4: one token takes all, fp32 itself resolves them to 1e-3 only."""
@@ -255,6 +265,7 @@ CASES = st.builds(
     page_tokens=st.sampled_from([8, 16, 32, 256]),
     block_entries=st.sampled_from([16, 24, 64, 256]),
     record=st.sampled_from(["all", "none", "some"]),
+    record_skip=st.lists(st.integers(0, 90), min_size=1, max_size=3).map(tuple),
     seed=st.integers(0, 2**16),
 )
 

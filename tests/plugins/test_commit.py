@@ -141,7 +141,7 @@ def attend_over(memory: KvMemory, table: RowTable, slots: torch.Tensor, q: torch
     for row in q.split(1):
         tables = AttendTables(
             torch.tensor([0, 1]), torch.tensor([0, count]), torch.arange(count), ones,
-            starts - starts[0], table.ids[part], table.lens[part], torch.zeros(1),
+            starts - starts[0], table.ids[part], table.lens[part], torch.zeros(1), torch.zeros(1),
         )  # fmt: skip
         params = AttendParams(row, row.clone(), pages, seen, memory.blocks, memory.score, memory.layout, tables, 0.25)
         outs.append(attend_reference.attend(params)[0])

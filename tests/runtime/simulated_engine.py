@@ -79,8 +79,8 @@ def make_engine(
     manager = KvManager(SPEC, limits, config.kv_memory_bytes)
     executor = SimulatedExecutor(limits.page_tokens, limits.block_entries, SPEC.num_kv_rows, lossless=lossless)
     intake = Intake(CharTokenizer(), PlainChat(), policy, limits.max_seq_len, config.max_waiting)  # type: ignore[arg-type]
-    parts = EngineParts(SPEC, limits, config, executor, intake, probe_prompt=(5, 6, 7))
-    return Engine(parts, manager), executor, manager
+    parts = EngineParts(SPEC, limits, config, manager, executor, intake, probe_prompt=(5, 6, 7))
+    return Engine(parts), executor, manager
 
 
 def drain(engine: Engine, max_steps: int = 1500) -> list[Event]:

@@ -1,7 +1,7 @@
 """The engine loop over an executor that checks every plan."""
 
 import pytest
-from simulated_engine import SPEC, drain, last_of, make_engine, policies_for_tests, text_of
+from simulated_engine import EAGER, SPEC, drain, last_of, make_engine, policies_for_tests, text_of
 
 import runtime.policy.registry as registry
 from runtime.config import RuntimeConfig
@@ -263,6 +263,17 @@ def test_a_probe_gives_way_to_a_new_turn() -> None:
     assert isinstance(last_of(events, "b"), FinishEvent), "the new turn runs in the very next step"
     drain(engine)
     assert engine.stats().commits == 1, "the span was probed and committed later"
+
+
+def test_the_recent_window_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, executor, _ = make_engine(CONFIG, policy="commitkv")
+    run, probe, skips = executor.run, executor.probe, []
+    monkeypatch.setattr(executor, "run", lambda plan: skips.extend(s.record_skip for s in plan.sequences) or run(plan))
+    monkeypatch.setattr(executor, "probe", lambda plan, stop: skips.append(plan.record_skip) or probe(plan, stop))
+    engine.submit(ask("a", "hello " * 20, "c", 5))
+    drain(engine)
+    assert engine.stats().probes > 0
+    assert set(skips) == {EAGER.recent_tokens}
 
 
 def test_many_conversations_make_room_by_ending_the_oldest() -> None:

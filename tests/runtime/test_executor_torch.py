@@ -84,7 +84,9 @@ class Conversation:
     blocks: BlockTable = field(default_factory=empty_table)
     first_in_pages: int = 0
 
-    def plan(self, token_ids: list[int], sample: SampleSpec | None = None, record: bool = True) -> SequencePlan:
+    def plan(
+        self, token_ids: list[int], sample: SampleSpec | None = None, record: bool = True, skip: int = 0
+    ) -> SequencePlan:
         first, size = len(self.tokens), LIMITS.page_tokens
         self.tokens += token_ids
         held = len(self.tokens) - self.first_in_pages
@@ -94,7 +96,7 @@ class Conversation:
         lens = [size] * (held // size) + ([held % size] if held % size else [])
         view = KvView(int32(used), int32(lens), self.blocks)
         new = int32(slots[held - len(token_ids) :])
-        return SequencePlan(self.handle, tuple(token_ids), first, new, view, record, sample)
+        return SequencePlan(self.handle, tuple(token_ids), first, new, view, record, skip, sample)
 
 
 @dataclass
@@ -258,10 +260,10 @@ def test_formats_mix_in_one_batch(bench: Bench) -> None:
     assert by_handle == {i: int(dense_logits(bench, tokens[i]).argmax()) for i in range(3)}
 
 
-def probe_plan(c: Conversation, token_ids: list[int], first_scored: int) -> ProbePlan:
+def probe_plan(c: Conversation, token_ids: list[int], first_scored: int, skip: int = 0) -> ProbePlan:
     scratch = Conversation(c.handle, list(c.pages), list(c.tokens), [], c.blocks, c.first_in_pages)
     plan = scratch.plan(token_ids)
-    return ProbePlan(c.handle, plan.token_ids, plan.first_position, plan.slots, plan.view, first_scored)
+    return ProbePlan(c.handle, plan.token_ids, plan.first_position, plan.slots, plan.view, first_scored, skip)
 
 
 def scores_of(bench: Bench, c: Conversation) -> list[torch.Tensor]:
@@ -317,6 +319,18 @@ def test_only_sampled_rows_of_a_chunk_record(bench: Bench) -> None:
     seen = bench.storage.seen[0][torch.tensor(c.slots) // 8, :, torch.tensor(c.slots) % 8]
     assert bool((seen[46:] > 0).all()), "each of the last 64 rows saw itself"
     assert bool((seen > 0).any(dim=1)[:30].any())
+
+
+def test_the_newest_tokens_are_not_recorded(bench: Bench) -> None:
+    c = conversation(0)
+    other = conversation(1)
+    bench.run(c.plan(tokens_of(7, 30), skip=10), other.plan(tokens_of(8, 30)))
+    for held, num_raised in ((c, 20), (other, 30)):
+        seen = bench.storage.seen[1][torch.tensor(held.slots) // 8, :, torch.tensor(held.slots) % 8]
+        assert (seen > 0).all(dim=1).tolist() == [i < num_raised for i in range(30)]
+    raised = bench.storage.seen[1].clone()
+    assert bench.executor.probe(probe_plan(c, tokens_of(6, 20), 4, skip=10**6), lambda: False)
+    torch.testing.assert_close(bench.storage.seen[1][torch.tensor(c.pages[:3])], raised[torch.tensor(c.pages[:3])])
 
 
 def test_publish_needs_the_line_just_before_it(bench: Bench) -> None:
