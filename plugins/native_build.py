@@ -89,7 +89,7 @@ def build(library: Library, cache_dir: Path, compiler: str) -> Path:
 
     Raises BuildError when the compiler fails, OSError when the folder cannot be written.
     """
-    final = cache_dir / f"{library.name}-{content_hash(library, compiler)}.so"
+    final = library_path(library, cache_dir, compiler)
     if final.exists() and _loads(final):
         return final
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -103,6 +103,11 @@ def build(library: Library, cache_dir: Path, compiler: str) -> Path:
         _run([compiler, "-shared", "-pthread", *library.flags, *map(str, objects), "-o", str(made)])
         os.replace(made, final)  # readers see no file or the whole file
     return final
+
+
+def library_path(library: Library, cache_dir: Path, compiler: str) -> Path:
+    """Where `build` puts the library."""
+    return cache_dir / f"{library.name}-{content_hash(library, compiler)}.so"
 
 
 def content_hash(library: Library, compiler: str) -> str:

@@ -42,7 +42,10 @@ def run_sanitized(library: Library, script: str, *arguments: str) -> None:
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not os.path.isabs(runtime):
         pytest.skip("this compiler has no AddressSanitizer")
-    path = native_build.build(library, native_build.default_cache_dir(), compiler)
+    cache = native_build.default_cache_dir()
+    path = native_build.library_path(library, cache, compiler)
+    if not path.exists():  # `build` would load an earlier one, which ends a process that began without its runtime
+        native_build.build(library, cache, compiler)
     here = Path(__file__).resolve()
     environment = {
         "PATH": os.environ.get("PATH", ""), "LD_PRELOAD": os.path.realpath(runtime), "ASAN_OPTIONS": "detect_leaks=0",
