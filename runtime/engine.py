@@ -163,6 +163,7 @@ class Engine:
             slots=reservation.slots,
             view=reservation.view,
             first_scored_row=len(token_ids),
+            record_skip=0,
         )
         try:
             return read(plan)

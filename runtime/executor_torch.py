@@ -163,6 +163,17 @@ class TorchExecutor:
         return done
 
     @torch.inference_mode()
+    def logits(self, plan: ProbePlan) -> torch.Tensor:
+        """[vocab] fp32 after the last row of `plan`, for evaluation; no score is raised."""
+        self._decided = None
+        num_rows = len(plan.token_ids)
+        rows = StepRows(plan.token_ids, plan.first_position, plan.slots, plan.view, bytes(num_rows), plan.record_skip)
+        step, token_ids, positions = self._prepare([rows])
+        logits = self._decoder.forward(token_ids, positions, step, torch.tensor([num_rows - 1]))
+        assert logits is not None, "nothing interrupts it"
+        return logits[0]
+
+    @torch.inference_mode()
     def draw_line(self, plan: LinePlan) -> LineResult:
         rules = plan.rules
         params = LineParams(
