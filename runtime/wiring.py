@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from builder.lower_torch import TORCH_DECODER_FORMS, DecoderForms, load_decoder
+from plugins import native_build
 from plugins.append.native import make_append
 from plugins.attend.native import make_attend
 from plugins.commit.native import make_commit
@@ -45,9 +46,9 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     manager = KvManager(spec, limits, config.kv_memory_bytes)
     storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks)
-    forms = native_decoder_forms(torch.get_num_threads())
-    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, forms=forms)
-    executor = TorchExecutor(decoder, spec, limits, storage, native_forms(torch.get_num_threads()))
+    decoder_forms, forms = choose_forms(torch.get_num_threads())
+    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, forms=decoder_forms)
+    executor = TorchExecutor(decoder, spec, limits, storage, forms)
     tokenizer = load_tokenizer(engine_dir, manifest)
     chat_format = load_chat_format(engine_dir, manifest)
     probe_prompt, _ = tokenizer.encode(chat_format.next_turn(PROBE_REQUEST, False).text, (0, 0))
@@ -83,20 +84,20 @@ def load_chat_format(engine_dir: Path, manifest: Manifest) -> ChatFormat:
     )
 
 
-def native_forms(num_threads: int) -> Forms:
-    """The native form of every operation, torch's where there is no compiler (said in the log)."""
+def choose_forms(num_threads: int) -> tuple[DecoderForms, Forms]:
+    """The native form of every operation, torch's where this machine cannot have it (said once in the log)."""
+    if native_build.find_compiler() is None:
+        log.warning("no C++ compiler found (%s); the slower torch forms are used", ", ".join(native_build.COMPILERS))
+        return TORCH_DECODER_FORMS, TORCH_FORMS
     line, publish = make_commit(num_threads) or (TORCH_FORMS.draw_line, TORCH_FORMS.publish)
-    return Forms(
+    decoder_forms = DecoderForms(
+        linear=make_linear(num_threads) or TORCH_DECODER_FORMS.linear,
+        pointwise=make_pointwise(num_threads) or TORCH_DECODER_FORMS.pointwise,
+    )
+    forms = Forms(
         append=make_append(num_threads) or TORCH_FORMS.append,
         attend=make_attend(num_threads) or TORCH_FORMS.attend,
         draw_line=line,
         publish=publish,
     )
-
-
-def native_decoder_forms(num_threads: int) -> DecoderForms:
-    """The same for what the decoder runs."""
-    return DecoderForms(
-        linear=make_linear(num_threads) or TORCH_DECODER_FORMS.linear,
-        pointwise=make_pointwise(num_threads) or TORCH_DECODER_FORMS.pointwise,
-    )
+    return decoder_forms, forms

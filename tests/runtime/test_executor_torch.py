@@ -27,7 +27,7 @@ from runtime.step import (
     StepPlan,
     int32,
 )
-from runtime.wiring import native_decoder_forms, native_forms
+from runtime.wiring import choose_forms
 
 SPEC = ModelSpec("qwen3", 3, 64, 96, 6, 2, 16, 97, 1e-5, RopeSpec(10000.0), 4096, True, qkv_bias=True, qk_norm=True)
 LIMITS = EngineLimits(dtype="fp32", kv_dtype="fp32", page_tokens=8, block_entries=16)
@@ -110,12 +110,12 @@ class Bench:
         return self.spy.logits
 
 
-NATIVE = native_forms(2)
+NATIVE_DECODER, NATIVE = choose_forms(2)
 
 
 @pytest.fixture(params=["torch", "native"])
 def bench(request: pytest.FixtureRequest) -> Bench:
-    spy = LogitsSpy(TORCH_DECODER_FORMS if request.param == "torch" else native_decoder_forms(2))
+    spy = LogitsSpy(TORCH_DECODER_FORMS if request.param == "torch" else NATIVE_DECODER)
     storage = KvStorage(SPEC, LIMITS, 64, dict.fromkeys(CODE_BITS, 200), poison=True)
     return Bench(
         spy, storage, TorchExecutor(spy, SPEC, LIMITS, storage, TORCH_FORMS if request.param == "torch" else NATIVE)
