@@ -51,3 +51,11 @@ def reference(checkpoint: Checkpoint) -> Any:
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     model.tie_weights()
     return model.eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """See `tiny_engine`."""
+    from tiny_engine import build_tiny_engine
+
+    return build_tiny_engine(tmp_path_factory)

@@ -240,9 +240,9 @@ def test_http_generate_stream_sends_events(server: TritonServer) -> None:
     assert "".join(event["text_output"] for event in events) == json.loads(whole)["text_output"]
 
 
-def test_restart_and_sigterm(engine_dir: Path) -> None:
+def test_restart_and_sigterm(tiny_engine_dir: Path) -> None:
     """A stop lets the running turn finish; the next start serves again, on the same port."""
-    first = TritonServer(options_for(engine_dir, grace_s=30.0)).start()
+    first = TritonServer(options_for(tiny_engine_dir, grace_s=30.0)).start()
     try:
         running = BackgroundTurn(Chat(first.grpc_url, "last"), TurnOptions(max_tokens=300))
         first.stop()
@@ -253,7 +253,7 @@ def test_restart_and_sigterm(engine_dir: Path) -> None:
     assert (result.finish_reason, result.generated_tokens) == ("length", 300)
     with pytest.raises(ServerUnreachableError):
         Chat(first.grpc_url, "nobody").turn("x")
-    with TritonServer(options_for(engine_dir, grace_s=1.0, grpc_port=first.ports["grpc"])) as second:
+    with TritonServer(options_for(tiny_engine_dir, grace_s=1.0, grpc_port=first.ports["grpc"])) as second:
         assert second.grpc_url == first.grpc_url
         assert server_version(second.grpc_url) == "2.51.0"
         assert Chat(second.grpc_url, "again").turn("x", TurnOptions(max_tokens=3)).generated_tokens == 3
@@ -274,14 +274,14 @@ def test_a_damaged_engine_is_refused_with_the_reason(tmp_path: Path) -> None:
         ("default_policy", "nonsense", "nonsense"),
     ],
 )
-def test_wrong_model_parameters_are_refused(engine_dir: Path, name: str, value: str, part: str) -> None:
-    options = ServerOptions(parameters={"engine_dir": str(engine_dir), name: value})
+def test_wrong_model_parameters_are_refused(tiny_engine_dir: Path, name: str, value: str, part: str) -> None:
+    options = ServerOptions(parameters={"engine_dir": str(tiny_engine_dir), name: value})
     with pytest.raises(ServerStartError, match=part):
         TritonServer(options).start()
 
 
-def test_the_default_policy_of_the_server_holds_for_all_turns(engine_dir: Path) -> None:
-    parameters = {"engine_dir": str(engine_dir), "default_policy": "full"}
+def test_the_default_policy_of_the_server_holds_for_all_turns(tiny_engine_dir: Path) -> None:
+    parameters = {"engine_dir": str(tiny_engine_dir), "default_policy": "full"}
     with TritonServer(ServerOptions(parameters=parameters, grace_s=1.0)) as server:
         with Chat(server.grpc_url, "ours", "commitkv") as chat:
             assert [chat.turn("x", TurnOptions(max_tokens=2)).generated_tokens for _ in range(2)] == [2, 2]
