@@ -10,7 +10,7 @@ TORCH_INDEX ?=
 ENGINE := engines/smollm2-135m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve test lint bench gpu clean
+.PHONY: help setup demo chat serve test lint bench eval gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -54,6 +54,9 @@ lint: $(STAMP)  ## ruff, mypy, import contracts
 bench: $(ENGINE)/manifest.json  ## attention micro-benchmark, then eight conversations at once
 	$(BIN)/python -m perf.bench_attend
 	$(BIN)/python -m perf.many
+
+eval: $(ENGINE)/manifest.json  ## quality against bytes of every policy, about five minutes
+	$(BIN)/python -m perf.evaluate
 
 gpu:  ## checks that need an NVIDIA GPU
 	@if command -v nvidia-smi >/dev/null 2>&1; \
