@@ -138,12 +138,12 @@ def main() -> None:
     options = parser.parse_args()
     print("| step | cache | batch | threads | us | torch us | torch / ours | GB/s | read GB/s | share |")
     print("|---|---|---|---|---|---|---|---|---|---|")
-    formats: tuple[BlockFormat | None, ...] = (None, "int8", "int4")
+    formats: tuple[BlockFormat | None, ...] = (None, "int8", "k8v4", "int4")
     for threads in (1, 2):
         for batch in (1, 8):
             for format_ in formats:
                 print(measure(Shape(batch, 1, options.tokens, format_), threads, options.rounds), flush=True)
-        for format_ in (None, "int8"):
+        for format_ in (None, "int8", "k8v4"):
             print(measure(Shape(1, 512, options.tokens, format_), threads, options.rounds), flush=True)
 
 

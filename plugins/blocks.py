@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from plugins.layout import CODE_BITS, BlockLayout
+from plugins.layout import BlockLayout
 
 VALUE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP16_MAX = 65504.0
@@ -20,70 +20,74 @@ def fp16_field(raw: torch.Tensor, offset: int, count: int) -> torch.Tensor:
     return raw[:, offset : offset + 2 * count].view(torch.float16)
 
 
-def codes_field(raw: torch.Tensor, offset: int, layout: BlockLayout) -> torch.Tensor:
-    """View of K or V codes: [n, E, row_bytes] uint8 if quantized, else [n, E, D] of the values themselves."""
-    field = raw[:, offset : offset + layout.block_entries * layout.row_bytes]
+def k_field(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """View of K codes: [n, E, k_row_bytes] uint8 if quantized, else [n, E, D] of the values themselves."""
+    return _codes_field(raw, layout.k_codes, layout.k_row_bytes, layout)
+
+
+def v_field(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+    """View of V codes: [n, E, v_row_bytes] uint8 if quantized, else [n, E, D] of the values themselves."""
+    return _codes_field(raw, layout.v_codes, layout.v_row_bytes, layout)
+
+
+def _codes_field(raw: torch.Tensor, offset: int, row_bytes: int, layout: BlockLayout) -> torch.Tensor:
+    field = raw[:, offset : offset + layout.block_entries * row_bytes]
     if not layout.quantized:
         field = field.view(VALUE_DTYPES[layout.format])
     return field.view(raw.shape[0], layout.block_entries, field.shape[1] // layout.block_entries)
 
 
-def unpack_codes(codes: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """[..., row_bytes] uint8 -> [..., D] fp32 whole numbers."""
-    if layout.format == "int8":
+def unpack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[..., row_bytes] uint8 of 4- or 8-bit codes -> [..., D] fp32 whole numbers."""
+    if bits == 8:
         return codes.float()
-    half = layout.head_dim // 2
-    out = torch.empty((*codes.shape[:-1], layout.head_dim), dtype=torch.float32, device=codes.device)
+    half = codes.shape[-1]
+    out = torch.empty((*codes.shape[:-1], 2 * half), dtype=torch.float32, device=codes.device)
     out[..., :half] = codes & 15
     out[..., half:] = codes >> 4
     return out
 
 
-def pack_codes(codes: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """[..., D] whole numbers of any dtype -> [..., row_bytes] uint8."""
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[..., D] whole numbers of any dtype -> [..., row_bytes] uint8 of 4- or 8-bit codes."""
     codes = codes.to(torch.uint8)
-    if layout.format == "int8":
+    if bits == 8:
         return codes
-    half = layout.head_dim // 2
+    half = codes.shape[-1] // 2
     return codes[..., :half] | (codes[..., half:] << 4)
 
 
-def fp16_range(low: torch.Tensor, high: torch.Tensor, layout: BlockLayout) -> tuple[torch.Tensor, torch.Tensor]:
+def fp16_range(low: torch.Tensor, high: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and minimum, fp16, whose codes 0 .. 2^bits - 1 span [low, high]; scale 0 where the range is a point."""
     minimum = low.clamp(-FP16_MAX, FP16_MAX).half()
-    levels = (1 << CODE_BITS[layout.format]) - 1
-    scale = ((high - minimum.float()) / levels).clamp(0.0, FP16_MAX).half()
+    scale = ((high - minimum.float()) / ((1 << bits) - 1)).clamp(0.0, FP16_MAX).half()
     return scale, minimum
 
 
-def to_codes(x: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
+def to_codes(x: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int) -> torch.Tensor:
     """Nearest code of x fp32 under fp16 scale and minimum (broadcast): fp32 whole numbers 0 .. 2^bits - 1."""
-    levels = (1 << CODE_BITS[layout.format]) - 1
     step = scale.float()
     codes = (x - minimum.float()) / torch.where(step > 0, step, 1.0)
-    return torch.where(step > 0, codes, 0.0).round_().clamp_(0, levels)
+    return torch.where(step > 0, codes, 0.0).round_().clamp_(0, (1 << bits) - 1)
 
 
 def read_keys(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     """[n, block_bytes] -> keys [n, E, D] fp32. Unfilled entries hold garbage, NaN included."""
-    codes = codes_field(raw, layout.k_codes, layout)
+    codes = k_field(raw, layout)
     if not layout.quantized:
         return codes.float()
-    scale = fp16_field(raw, layout.k_scale, layout.head_dim).float()[:, None]
-    return unpack_codes(codes, layout).mul_(scale).add_(fp16_field(raw, layout.k_min, layout.head_dim).float()[:, None])
+    scale, minimum = (fp16_field(raw, at, layout.head_dim).float()[:, None] for at in (layout.k_scale, layout.k_min))
+    return unpack_codes(codes, layout.k_bits).mul_(scale).add_(minimum)
 
 
 def read_values(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     """[n, block_bytes] -> values [n, E, D] fp32. Unfilled entries hold garbage, NaN included."""
-    codes = codes_field(raw, layout.v_codes, layout)
+    codes = v_field(raw, layout)
     if not layout.quantized:
         return codes.float()
-    scale = fp16_field(raw, layout.v_scale, layout.block_entries).float()[..., None]
-    return (
-        unpack_codes(codes, layout)
-        .mul_(scale)
-        .add_(fp16_field(raw, layout.v_min, layout.block_entries).float()[..., None])
-    )
+    entries = layout.block_entries
+    scale, minimum = (fp16_field(raw, at, entries).float()[..., None] for at in (layout.v_scale, layout.v_min))
+    return unpack_codes(codes, layout.v_bits).mul_(scale).add_(minimum)
 
 
 def read_bias(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
@@ -95,13 +99,13 @@ def values_at(
     raw: torch.Tensor, where: tuple[torch.Tensor, torch.Tensor], layout: BlockLayout
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Values [m, D] and biases [m], fp32, of entries where = (block index [m], entry in block [m])."""
-    values = codes_field(raw, layout.v_codes, layout)[where]
+    values = v_field(raw, layout)[where]
     bias = fp16_field(raw, layout.bias, layout.block_entries)[where].float()
     if not layout.quantized:
         return values.float(), bias
     scale = fp16_field(raw, layout.v_scale, layout.block_entries)[where].float()
     minimum = fp16_field(raw, layout.v_min, layout.block_entries)[where].float()
-    return unpack_codes(values, layout).mul_(scale[:, None]).add_(minimum[:, None]), bias
+    return unpack_codes(values, layout.v_bits).mul_(scale[:, None]).add_(minimum[:, None]), bias
 
 
 def encode(
@@ -117,13 +121,13 @@ def encode(
     if layout.quantized:
         low = torch.where(filled[..., None], keys, torch.inf).amin(dim=1)
         high = torch.where(filled[..., None], keys, -torch.inf).amax(dim=1)
-        scale, minimum = fp16_range(low, high, layout)
-        codes = to_codes(keys, scale[:, None], minimum[:, None], layout)
-        codes_field(raw, layout.k_codes, layout).copy_(pack_codes(codes * filled[..., None], layout))
+        scale, minimum = fp16_range(low, high, layout.k_bits)
+        codes = to_codes(keys, scale[:, None], minimum[:, None], layout.k_bits)
+        k_field(raw, layout).copy_(pack_codes(codes * filled[..., None], layout.k_bits))
         fp16_field(raw, layout.k_scale, layout.head_dim).copy_(scale)
         fp16_field(raw, layout.k_min, layout.head_dim).copy_(minimum)
     else:
-        codes_field(raw, layout.k_codes, layout).copy_(keys)
+        k_field(raw, layout).copy_(keys)
     block, entry = filled.nonzero(as_tuple=True)
     write_values(raw, (block, entry), values[block, entry], layout)
     fp16_field(raw, layout.bias, layout.block_entries).copy_(torch.where(filled, bias, 0.0))
@@ -138,11 +142,11 @@ def write_values(
     A value's scale is its own, so its neighbours keep their bytes.
     """
     if not layout.quantized:
-        codes_field(raw, layout.v_codes, layout)[where] = values.to(VALUE_DTYPES[layout.format])
+        v_field(raw, layout)[where] = values.to(VALUE_DTYPES[layout.format])
         return
-    scale, minimum = fp16_range(values.amin(dim=1), values.amax(dim=1), layout)
-    codes = to_codes(values, scale[:, None], minimum[:, None], layout)
-    codes_field(raw, layout.v_codes, layout)[where] = pack_codes(codes, layout)
+    scale, minimum = fp16_range(values.amin(dim=1), values.amax(dim=1), layout.v_bits)
+    codes = to_codes(values, scale[:, None], minimum[:, None], layout.v_bits)
+    v_field(raw, layout)[where] = pack_codes(codes, layout.v_bits)
     fp16_field(raw, layout.v_scale, layout.block_entries)[where] = scale
     fp16_field(raw, layout.v_min, layout.block_entries)[where] = minimum
 

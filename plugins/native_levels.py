@@ -19,7 +19,8 @@ LEVELS: tuple[Level, ...] = ("portable", "avx2", "avx512", "amx")  # order of co
 VECTOR_LEVELS: tuple[Level, ...] = LEVELS[:3]  # for kernels that have no use for tile registers
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # commitkv::DType
-FORMAT_CODES = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "int4": 4}
+# How a block format holds K and V, each a commitkv::DType.
+FORMAT_CODES = {"fp32": (0, 0), "bf16": (1, 1), "fp16": (2, 2), "int8": (3, 3), "k8v4": (3, 4), "int4": (4, 4)}
 
 _PLUGINS = Path(__file__).resolve().parent
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from plugins.layout import BlockLayout, PageLayout
+from plugins.layout import QUANTIZED, BlockLayout, PageLayout
 from runtime.commit_planner import CommitDraft, draft_commit, make_line_plan
 from runtime.config import DTYPE_BYTES, EngineLimits, ModelSpec
 from runtime.errors import ConfigError
@@ -63,11 +63,12 @@ class KvManager:
             spec.num_layers, spec.num_kv_heads, spec.head_dim, limits.page_tokens, DTYPE_BYTES[limits.kv_dtype]
         )
         self._kv_dtype = limits.kv_dtype
-        self.block_layouts = {
-            name: BlockLayout(name, limits.block_entries, spec.head_dim) for name in ("int4", "int8", limits.kv_dtype)
+        self.block_layouts: dict[str, BlockLayout] = {
+            name: BlockLayout(name, limits.block_entries, spec.head_dim) for name in (*QUANTIZED, limits.kv_dtype)
         }
         # Before it frees anything a commit writes about two blocks per row and moves protected tokens to a page.
-        headroom = 2 * (spec.num_kv_rows * self.block_layouts["int4"].stored_bytes + self.page_layout.page_bytes)
+        block_bytes = max(self.block_layouts[name].stored_bytes for name in QUANTIZED)
+        headroom = 2 * (spec.num_kv_rows * block_bytes + self.page_layout.page_bytes)
         least = headroom + 8 * self.page_layout.page_bytes
         if kv_memory_bytes < least:
             raise ConfigError(

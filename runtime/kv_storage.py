@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 import torch
 
@@ -106,7 +107,7 @@ class KvStorage:
 
 def block_layout(spec: ModelSpec, limits: EngineLimits, block_format: str) -> BlockLayout:
     """Geometry of a committed block of this engine; `block_format` is one of `plugins.layout.BlockFormat`."""
-    known: dict[str, BlockFormat] = {"int4": "int4", "int8": "int8", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+    known: dict[str, BlockFormat] = {name: name for name in get_args(BlockFormat)}
     return BlockLayout(known[block_format], limits.block_entries, spec.head_dim)
 
 

@@ -1,4 +1,4 @@
-// `attend` on AMX tiles (bf16 products, fp32 sums) for bf16 queries over bf16 pages and bf16/int8/int4 blocks.
+// `attend` on AMX tiles (bf16 products, fp32 sums) for bf16 queries over bf16 pages and bf16/8-bit/4-bit blocks.
 //
 // Exact enough for fp32: codes 0..255 are exact in bf16; whatever is not (the folded query q_d scale_d, the weights)
 // is split into a bf16 head and a bf16 rest, which leaves a relative error of 2^-16.
@@ -33,7 +33,7 @@ COMMITKV_INLINE void memory_barrier() { __asm__ volatile("" ::: "memory"); }
 // Brings the K and V rows of a tile to be used next into the second-level cache, a few lines at a time.
 struct Ahead {
   const Tile &tile;
-  int64_t row_bytes;
+  int64_t row_bytes[2];  // of K and V
   int32_t run, plane;
   int64_t at;
 
@@ -41,10 +41,9 @@ struct Ahead {
     while (lines > 0 && run < tile.num_runs) {
       const Run &r = tile.runs[run];
       const uint8_t *from = plane ? r.v : r.k;
-      for (const int64_t end = r.count * row_bytes; lines > 0 && at < end; at += 64, --lines) {
-        __builtin_prefetch(from + at, 0, 2);
-      }
-      if (at < r.count * row_bytes) return;
+      const int64_t end = r.count * row_bytes[plane];
+      for (; lines > 0 && at < end; at += 64, --lines) __builtin_prefetch(from + at, 0, 2);
+      if (at < end) return;
       at = 0, run += plane, plane ^= 1;
     }
   }
@@ -136,15 +135,14 @@ static void logits_of_16(const Work &w, const AmxRoom &room, const uint16_t *k, 
 
 template <int Format>
 static void logits_of_tile(const Args &a, const Tile &tile, const Work &w, AmxRoom &room, Ahead &ahead) {
-  constexpr bool quantized = Format == I8 || Format == I4;
   const int64_t row_bytes = code_row_bytes(Format, w.dim);
-  if (!quantized) {
+  if (!quantized(Format)) {
     if (room.folded) pack_query(w, room, nullptr);
     std::memset(room.start, 0, room.blocks * 64);
   }
   for (int32_t r = 0; r < tile.num_runs; ++r) {
     const Run &run = tile.runs[r];
-    if (quantized) {
+    if (quantized(Format)) {
       widen_f16(halves(run.block, a.k_scale), w.dim, room.scale);
       widen_f16(halves(run.block, a.k_min), w.dim, room.minimum);
       pack_query(w, room, room.scale);
@@ -155,7 +153,7 @@ static void logits_of_tile(const Args &a, const Tile &tile, const Work &w, AmxRo
       const uint8_t *from = run.k + j * row_bytes;
       ahead.step(int((16 * row_bytes) / 64));
       const uint16_t *rows = reinterpret_cast<const uint16_t *>(from);
-      if (quantized || left < 16) {
+      if (quantized(Format) || left < 16) {
         for (int32_t t = 0; t < left; ++t) codes_to_bf16<Format>(from + t * row_bytes, w.dim, room.rows + t * w.dim);
         std::memset(room.rows + left * w.dim, 0, (16 - left) * w.dim * 2);
         rows = room.rows;
@@ -239,22 +237,33 @@ static void add_weighed(const Tile &tile, const Work &w, const AmxRoom &room) {
   memory_barrier();
 }
 
-template <int Format>
+COMMITKV_INLINE bool amx_takes(int32_t format) { return format == BF16 || quantized(format); }
+
+// A tile whose K and V formats amx_takes.
 static void amx_tile(const Plan &plan, const Item &item, const List &list, const Tile &tile, Work &w, AmxRoom &room,
                      Ahead ahead) {
-  logits_of_tile<Format>(plan.args, tile, w, room, ahead);
+  const Args &a = plan.args;
+  switch (k_format(a, tile)) {
+    case BF16: logits_of_tile<BF16>(a, tile, w, room, ahead); break;
+    case I8: logits_of_tile<I8>(a, tile, w, room, ahead); break;
+    default: logits_of_tile<I4>(a, tile, w, room, ahead); break;
+  }
   finish_logits(plan, item, list, tile, w);
   running_softmax(tile, w);
-  const bool quantized = Format != BF16;
-  if (quantized) fold_weights(plan.args, tile, w, room.added);
+  const int32_t values = v_format(a, tile);
+  if (quantized(values)) fold_weights(a, tile, w, room.added);
   for (int64_t m = 0; m < w.vectors; ++m) {
-    const vf factor = set1(w.factors[m]), more = set1(quantized ? room.added[m] : 0.0f);
-    if (w.factors[m] == 1.0f && !quantized) continue;
+    const vf factor = set1(w.factors[m]), more = set1(quantized(values) ? room.added[m] : 0.0f);
+    if (w.factors[m] == 1.0f && !quantized(values)) continue;
     float *sums = w.sums + m * w.query_stride;
     for (int64_t d = 0; d < w.dim; d += W) store(sums + d, fma(load(sums + d), factor, more));
   }
   pack_weights(tile, w, room);
-  pack_v<Format>(tile, w, room, ahead);
+  switch (values) {
+    case BF16: pack_v<BF16>(tile, w, room, ahead); break;
+    case I8: pack_v<I8>(tile, w, room, ahead); break;
+    default: pack_v<I4>(tile, w, room, ahead); break;
+  }
   add_weighed(tile, w, room);
 }
 

@@ -181,19 +181,41 @@ static void fold_weights(const Args &a, const Tile &tile, const Work &w, float *
 }
 
 template <int Format>
+static void dot_keys(const Args &a, const Tile &tile, const Tile &next, const Work &w, DotRoom &room) {
+  for (int32_t r = 0; r < tile.num_runs; ++r) {
+    if (quantized(Format)) fold_scales(a, tile.runs[r], w, room);
+    const float *query = quantized(Format) ? room.folded : w.query;
+    by_heads(w.vectors, DotRun<Format>{tile.runs[r], r < next.num_runs ? next.runs + r : nullptr, query,
+                                       quantized(Format) ? room.start : room.zeros, w});
+  }
+}
+
+template <int Format>
+static void weigh_values(const Args &a, const Tile &tile, const Tile &next, const Work &w, DotRoom &room) {
+  if (quantized(Format)) fold_weights(a, tile, w, room.added);
+  by_heads(w.vectors, WeighTile<Format>{tile, next, w, room.added});
+  if (quantized(Format)) std::memset(room.added, 0, sizeof(room.added));
+}
+
 static void dot_tile(const Plan &plan, const Item &item, const List &list, const Tile &tile, const Tile &next, Work &w,
                      DotRoom &room) {
-  constexpr bool quantized = Format == I8 || Format == I4;
-  for (int32_t r = 0; r < tile.num_runs; ++r) {
-    if (quantized) fold_scales(plan.args, tile.runs[r], w, room);
-    by_heads(w.vectors, DotRun<Format>{tile.runs[r], r < next.num_runs ? next.runs + r : nullptr,
-                                       quantized ? room.folded : w.query, quantized ? room.start : room.zeros, w});
+  const Args &a = plan.args;
+  switch (k_format(a, tile)) {
+    case F32: dot_keys<F32>(a, tile, next, w, room); break;
+    case BF16: dot_keys<BF16>(a, tile, next, w, room); break;
+    case F16: dot_keys<F16>(a, tile, next, w, room); break;
+    case I8: dot_keys<I8>(a, tile, next, w, room); break;
+    default: dot_keys<I4>(a, tile, next, w, room); break;
   }
   finish_logits(plan, item, list, tile, w);
   running_softmax(tile, w);
-  if (quantized) fold_weights(plan.args, tile, w, room.added);
-  by_heads(w.vectors, WeighTile<Format>{tile, next, w, room.added});
-  if (quantized) std::memset(room.added, 0, sizeof(room.added));
+  switch (v_format(a, tile)) {
+    case F32: weigh_values<F32>(a, tile, next, w, room); break;
+    case BF16: weigh_values<BF16>(a, tile, next, w, room); break;
+    case F16: weigh_values<F16>(a, tile, next, w, room); break;
+    case I8: weigh_values<I8>(a, tile, next, w, room); break;
+    default: weigh_values<I4>(a, tile, next, w, room); break;
+  }
 }
 
 }  // namespace COMMITKV_LEVEL

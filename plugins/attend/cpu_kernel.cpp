@@ -78,7 +78,6 @@ static Work make_work(const Plan &plan, const Item &item, bool dot, char *&scrat
 }
 
 static void run_dot(const Plan &plan, const Item &item, const List &list, Work &w, char *scratch) {
-  const Args &a = plan.args;
   DotRoom room = {};
   room.folded = take<float>(scratch, w.vectors * w.dim);
   room.scale = take<float>(scratch, w.dim);
@@ -89,13 +88,7 @@ static void run_dot(const Plan &plan, const Item &item, const List &list, Work &
   for (bool more = next_tile(plan, item, at, tiles[now], TILE); more; now ^= 1) {
     Tile &tile = tiles[now], &next = tiles[now ^ 1];
     more = next_tile(plan, item, at, next, TILE);
-    switch (tile.pages ? a.page_dtype : a.block_format) {
-      case F32: dot_tile<F32>(plan, item, list, tile, next, w, room); break;
-      case BF16: dot_tile<BF16>(plan, item, list, tile, next, w, room); break;
-      case F16: dot_tile<F16>(plan, item, list, tile, next, w, room); break;
-      case I8: dot_tile<I8>(plan, item, list, tile, next, w, room); break;
-      default: dot_tile<I4>(plan, item, list, tile, next, w, room); break;
-    }
+    dot_tile(plan, item, list, tile, next, w, room);
   }
 }
 
@@ -109,17 +102,6 @@ static WideRoom make_wide_room(const Work &w, char *&scratch) {
   std::memset(room.rows, 0, w.query_stride * 32 * 4);
   std::memset(room.v, 0, w.query_stride * WIDE_TILE * 4);
   return room;
-}
-
-static void wide_tile_of(const Plan &plan, const Item &item, const List &list, const Tile &tile, Work &w,
-                         const WideRoom &room) {
-  switch (tile.pages ? plan.args.page_dtype : plan.args.block_format) {
-    case F32: return wide_tile<F32>(plan, item, list, tile, w, room);
-    case BF16: return wide_tile<BF16>(plan, item, list, tile, w, room);
-    case F16: return wide_tile<F16>(plan, item, list, tile, w, room);
-    case I8: return wide_tile<I8>(plan, item, list, tile, w, room);
-    default: return wide_tile<I4>(plan, item, list, tile, w, room);
-  }
 }
 
 // Whether no row of the item sees this tile or, pages being in order, any later one; what is recorded of them is -inf.
@@ -137,7 +119,7 @@ static void run_wide(const Plan &plan, const Item &item, const List &list, Work 
   Cursor at = {item.first_segment, 0, item.position, 0};
   while (next_tile(plan, item, at, tile, WIDE_TILE)) {
     if (all_hidden(plan, item, list, tile, w)) break;
-    wide_tile_of(plan, item, list, tile, w, room);
+    wide_tile(plan, item, list, tile, w, room);
   }
 }
 
@@ -184,12 +166,12 @@ static void run_amx(const Plan &plan, const Item &item, const List &list, Work &
     const Tile &tile = tiles[now], &next = tiles[now ^ 1];
     if (all_hidden(plan, item, list, tile, w)) break;
     more = next_tile(plan, item, at, tiles[now ^ 1], WIDE_TILE);
-    const Ahead ahead = {next, code_row_bytes(next.pages ? a.page_dtype : a.block_format, w.dim), 0, 0, 0};
-    switch (tile.pages ? a.page_dtype : a.block_format) {
-      case BF16: amx_tile<BF16>(plan, item, list, tile, w, room, ahead); break;
-      case I8: amx_tile<I8>(plan, item, list, tile, w, room, ahead); break;
-      case I4: amx_tile<I4>(plan, item, list, tile, w, room, ahead); break;
-      default: wide_tile_of(plan, item, list, tile, w, wide); break;
+    const int64_t k_bytes = code_row_bytes(k_format(a, next), w.dim);
+    const int64_t v_bytes = code_row_bytes(v_format(a, next), w.dim);
+    if (amx_takes(k_format(a, tile)) && amx_takes(v_format(a, tile))) {
+      amx_tile(plan, item, list, tile, w, room, Ahead{next, {k_bytes, v_bytes}, 0, 0, 0});
+    } else {
+      wide_tile(plan, item, list, tile, w, wide);
     }
   }
   _tile_release();
@@ -245,7 +227,8 @@ void attend_item(const Plan &plan, const Item &item, char *scratch) {
   const Args &a = plan.args;
   const List &list = plan.lists[plan.item_list[&item - plan.items]];
   const int64_t vectors = int64_t(item.rows) * a.group;
-  const bool whole = a.head_dim % W == 0 && (a.block_format != I4 || a.head_dim / 2 % W == 0);
+  const bool halves = a.k_format == I4 || a.v_format == I4;
+  const bool whole = a.head_dim % W == 0 && (!halves || a.head_dim / 2 % W == 0);
   const bool dot = whole && vectors <= DOT_VECTORS;  // so few do not fill the tiles of AMX either
 #if defined(COMMITKV_AMX)
   const bool amx = a.q_dtype == BF16 && a.head_dim % 32 == 0;

@@ -26,7 +26,7 @@ struct Args {
   ParallelStart parallel;  // null: our own threads
   int64_t num_seqs, kv_heads, group, head_dim, page_tokens, block_entries, block_bytes;
   int64_t v_codes, k_scale, k_min, v_scale, v_min, bias;  // byte offsets in a block; K codes lie at 0
-  int32_t q_dtype, page_dtype, block_format, num_threads, level;
+  int32_t q_dtype, page_dtype, k_format, v_format, num_threads, level;  // formats: of K and V in blocks
   float scale;
 };
 

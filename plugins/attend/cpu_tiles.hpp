@@ -10,7 +10,7 @@ namespace COMMITKV_LEVEL {
 constexpr float LOWEST = -1e30f;  // maximum of nothing: finite, so that differences of maxima never are NaN
 constexpr float NEG_INF = -__builtin_inff();
 
-// Consecutive tokens of one segment. K rows lie at k + j * row_bytes, V rows at v + j * row_bytes.
+// Consecutive tokens of one segment. K rows lie at k + j * bytes of a row of K, V rows at v + j * bytes of a row of V.
 struct Run {
   const uint8_t *k, *v;
   const uint8_t *block;  // null: a page
@@ -27,6 +27,11 @@ struct Tile {
   int64_t offset;  // tokens of the item before the tile
   float bias[WIDE_TILE];
 };
+
+// How the tile holds K and V: a DType. Either both are codes of a quantized block or none is.
+COMMITKV_INLINE int32_t k_format(const Args &a, const Tile &tile) { return tile.pages ? a.page_dtype : a.k_format; }
+COMMITKV_INLINE int32_t v_format(const Args &a, const Tile &tile) { return tile.pages ? a.page_dtype : a.v_format; }
+COMMITKV_INLINE bool quantized(int32_t format) { return format == I8 || format == I4; }
 
 struct Cursor {
   int32_t segment, used, position;
@@ -45,8 +50,8 @@ static Run page_run(const Plan &plan, const Item &item, int32_t index, int32_t u
 static Run block_run(const Plan &plan, int64_t place, int32_t used, int32_t count) {
   const Args &a = plan.args;
   const uint8_t *block = a.blocks + int64_t(a.block_ids[place]) * a.block_bytes;
-  const int64_t skip = used * code_row_bytes(a.block_format, a.head_dim);
-  return Run{block + skip, block + a.v_codes + skip, block, used, 0, count};
+  const uint8_t *k = block + used * code_row_bytes(a.k_format, a.head_dim);
+  return Run{k, block + a.v_codes + used * code_row_bytes(a.v_format, a.head_dim), block, used, 0, count};
 }
 
 // The scores of a segment lie scattered and are raised only when the whole list is done: fetch them early.

@@ -20,7 +20,7 @@ struct WideRoom {
 template <int Format>
 static void widen_k(const Run &run, int32_t j, int64_t dim, const WideRoom &room, float *to) {
   widen_row<Format>(run.k + j * code_row_bytes(Format, dim), dim, to);
-  if (Format != I8 && Format != I4) return;
+  if (!quantized(Format)) return;
   int64_t d = 0;
   for (; d + W <= dim; d += W) store(to + d, fma(load(to + d), load(room.scale + d), load(room.minimum + d)));
   for (; d < dim; ++d) to[d] = to[d] * room.scale[d] + room.minimum[d];
@@ -30,7 +30,7 @@ static void widen_k(const Run &run, int32_t j, int64_t dim, const WideRoom &room
 template <int Format>
 static void widen_v(const Args &a, const Run &run, int32_t j, int64_t dim, float *to) {
   widen_row<Format>(run.v + j * code_row_bytes(Format, dim), dim, to);
-  if (Format != I8 && Format != I4) return;
+  if (!quantized(Format)) return;
   const float scale = f16_to_float(halves(run.block, a.v_scale)[run.entry + j]);
   const float minimum = f16_to_float(halves(run.block, a.v_min)[run.entry + j]);
   int64_t d = 0;
@@ -38,22 +38,9 @@ static void widen_v(const Args &a, const Run &run, int32_t j, int64_t dim, float
   for (; d < dim; ++d) to[d] = to[d] * scale + minimum;
 }
 
-// Calls each(token in the tile, run, row in the run) for every token, after the run's K scales were widened.
-template <int Format, typename F>
-COMMITKV_INLINE void each_token(const Args &a, const Tile &tile, const WideRoom &room, const F &each) {
-  for (int32_t r = 0; r < tile.num_runs; ++r) {
-    const Run &run = tile.runs[r];
-    if (Format == I8 || Format == I4) {
-      widen_f16(halves(run.block, a.k_scale), a.head_dim, room.scale);
-      widen_f16(halves(run.block, a.k_min), a.head_dim, room.minimum);
-    }
-    for (int32_t j = 0; j < run.count; ++j) each(run.first + j, run, j);
-  }
-}
-
-// room.k[d][t] and room.v[t][d] of the tile; tokens up to a whole vector are zero in k.
+// room.k[d][t] of the tile; tokens up to a whole vector are zero.
 template <int Format>
-static void widen_tile(const Args &a, const Tile &tile, const Work &w, const WideRoom &room) {
+static void widen_keys(const Args &a, const Tile &tile, const Work &w, const WideRoom &room) {
   const int64_t stride = w.query_stride;
   const auto flush = [&](int64_t first) {
     for (int64_t d = 0; d < stride; d += W) {
@@ -62,21 +49,52 @@ static void widen_tile(const Args &a, const Tile &tile, const Work &w, const Wid
       transpose(rows, room.k + d * WIDE_TILE + first, WIDE_TILE);
     }
   };
-  each_token<Format>(a, tile, room, [&](int32_t token, const Run &run, int32_t j) {
-    widen_k<Format>(run, j, w.dim, room, room.rows + token % W * stride);
-    widen_v<Format>(a, run, j, w.dim, room.v + token * stride);
-    if (token % W == W - 1) flush(token - (W - 1));
-  });
+  for (int32_t r = 0; r < tile.num_runs; ++r) {
+    const Run &run = tile.runs[r];
+    if (quantized(Format)) {
+      widen_f16(halves(run.block, a.k_scale), a.head_dim, room.scale);
+      widen_f16(halves(run.block, a.k_min), a.head_dim, room.minimum);
+    }
+    for (int32_t j = 0; j < run.count; ++j) {
+      const int32_t token = run.first + j;
+      widen_k<Format>(run, j, w.dim, room, room.rows + token % W * stride);
+      if (token % W == W - 1) flush(token - (W - 1));
+    }
+  }
   if (const int64_t rest = tile.tokens % W) {
     std::memset(room.rows + rest * stride, 0, (W - rest) * stride * 4);
     flush(tile.tokens - rest);
   }
 }
 
+// room.v[t][d] of the tile.
 template <int Format>
+static void widen_values(const Args &a, const Tile &tile, const Work &w, const WideRoom &room) {
+  for (int32_t r = 0; r < tile.num_runs; ++r) {
+    const Run &run = tile.runs[r];
+    for (int32_t j = 0; j < run.count; ++j) {
+      widen_v<Format>(a, run, j, w.dim, room.v + (run.first + j) * w.query_stride);
+    }
+  }
+}
+
 static void wide_tile(const Plan &plan, const Item &item, const List &list, const Tile &tile, Work &w,
                       const WideRoom &room) {
-  widen_tile<Format>(plan.args, tile, w, room);
+  const Args &a = plan.args;
+  switch (k_format(a, tile)) {
+    case F32: widen_keys<F32>(a, tile, w, room); break;
+    case BF16: widen_keys<BF16>(a, tile, w, room); break;
+    case F16: widen_keys<F16>(a, tile, w, room); break;
+    case I8: widen_keys<I8>(a, tile, w, room); break;
+    default: widen_keys<I4>(a, tile, w, room); break;
+  }
+  switch (v_format(a, tile)) {
+    case F32: widen_values<F32>(a, tile, w, room); break;
+    case BF16: widen_values<BF16>(a, tile, w, room); break;
+    case F16: widen_values<F16>(a, tile, w, room); break;
+    case I8: widen_values<I8>(a, tile, w, room); break;
+    default: widen_values<I4>(a, tile, w, room); break;
+  }
   const int64_t stride = w.query_stride;
   product(Product{w.query, stride, room.k, WIDE_TILE, w.logits, w.logit_stride, w.vectors, w.dim, nullptr},
           round_up(tile.tokens, W));

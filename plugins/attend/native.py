@@ -21,7 +21,7 @@ _POINTERS = ("q", "out", "pages", "seen", "blocks", "score", "row_starts", "page
              "block_starts", "block_ids", "block_lens", "record_skip", "record", "parallel")  # fmt: skip
 _SIZES = ("num_seqs", "kv_heads", "group", "head_dim", "page_tokens", "block_entries", "block_bytes",
           "v_codes", "k_scale", "k_min", "v_scale", "v_min", "bias")  # fmt: skip
-_CODES = ("q_dtype", "page_dtype", "block_format", "num_threads", "level")
+_CODES = ("q_dtype", "page_dtype", "k_format", "v_format", "num_threads", "level")
 
 
 class _Args(ctypes.Structure):
@@ -153,7 +153,8 @@ def _geometry(pages: torch.Tensor, layout: BlockLayout) -> _Args:
     args.kv_heads, args.head_dim, args.page_tokens = kv_heads, head_dim, page_tokens
     for name in ("block_entries", "block_bytes", "v_codes", "k_scale", "k_min", "v_scale", "v_min", "bias"):
         setattr(args, name, getattr(layout, name))
-    args.page_dtype, args.block_format = DTYPE_CODES[pages.dtype], FORMAT_CODES[layout.format]
+    args.page_dtype = DTYPE_CODES[pages.dtype]
+    args.k_format, args.v_format = FORMAT_CODES[layout.format]
     return args
 
 

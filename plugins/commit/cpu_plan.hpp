@@ -29,7 +29,7 @@ struct CommitArgs {
   int64_t num_staged, num_moves, num_rows, kv_heads, head_dim, page_tokens, block_entries, block_bytes;
   int64_t v_codes, k_scale, k_min, v_scale, v_min, bias;  // byte offsets in a block; K codes lie at 0
   int64_t absorbed, dropped;                              // results
-  int32_t page_dtype, block_format, threads, absorb;      // absorb: whether there is a gate
+  int32_t page_dtype, k_format, v_format, threads, absorb;  // formats: of K and V; absorb: whether there is a gate
   float gate, tiny_weight;
 };
 

@@ -20,7 +20,7 @@ _POINTERS = ("pages", "seen", "blocks", "score", "staged",
              "staged_keep", "staged_score", "alive", "move_from", "move_to")  # fmt: skip
 _BLOCK = ("block_entries", "block_bytes", "v_codes", "k_scale", "k_min", "v_scale", "v_min", "bias")
 _SIZES = ("num_staged", "num_moves", "num_rows", "kv_heads", "head_dim", "page_tokens", *_BLOCK, "absorbed", "dropped")
-_CODES = ("page_dtype", "block_format", "threads", "absorb")
+_CODES = ("page_dtype", "k_format", "v_format", "threads", "absorb")
 
 
 _LINE_POINTERS = ("seen", "score", "staged", "old_starts", "old_ids", "old_lens", "layer_scale",
@@ -141,7 +141,8 @@ def _geometry(memory: KvMemory) -> _Args:
     args.num_rows, args.kv_heads, args.head_dim, args.page_tokens = memory.num_rows, kv_heads, head_dim, page_tokens
     for name in _BLOCK:
         setattr(args, name, getattr(memory.layout, name))
-    args.page_dtype, args.block_format = DTYPE_CODES[memory.pages[0].dtype], FORMAT_CODES[memory.layout.format]
+    args.page_dtype = DTYPE_CODES[memory.pages[0].dtype]
+    args.k_format, args.v_format = FORMAT_CODES[memory.layout.format]
     return args
 
 

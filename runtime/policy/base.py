@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from plugins.layout import QUANTIZED
 from runtime.errors import ConfigError
 
 
@@ -47,7 +48,8 @@ class Policy:
     """One way to keep a conversation small. `compresses=False` keeps every token in pages.
 
     budget_ratio: share of all (layer, KV head, token) entries of committed tokens that stay.
-    block_format: how committed entries are stored; "kv" means unquantized, in the engine's KV dtype.
+    block_format: how committed entries are stored: one of `plugins.layout.QUANTIZED`, or "kv" for unquantized, in
+        the engine's KV dtype.
     probe: raise scores by re-reading spans in idle time before they are committed.
     repack_ratio: a block is dissolved once the share of its entries above the line is under this.
     """
@@ -67,7 +69,8 @@ class Policy:
     def __post_init__(self) -> None:
         if not 0.0 < self.budget_ratio <= 1.0:
             raise ConfigError(f"budget_ratio of {self.name}: got {self.budget_ratio}, expected a share in (0, 1]")
-        if self.block_format not in ("int4", "int8", "kv"):
+        if self.block_format not in (*QUANTIZED, "kv"):
             raise ConfigError(
-                f"block_format of {self.name}: got {self.block_format!r}, expected int4, int8 or kv (unquantized)"
+                f"block_format of {self.name}: got {self.block_format!r}, expected one of {', '.join(QUANTIZED)} or "
+                "kv (unquantized)"
             )

@@ -51,10 +51,12 @@ CASES = (
     AttendCase("skip_with_holes", rows=(1, 5), tokens=(20, 31), holes=True, record_skip=9),
     AttendCase("skip_all", rows=(13, 1), tokens=(13, 40), record_skip=1000),
     AttendCase("int8", rows=(3, 1), tokens=(12, 20), format="int8"),
+    AttendCase("k8v4", rows=(3, 1), tokens=(12, 20), format="k8v4", record_skip=4),
     AttendCase("fp32_blocks", rows=(3, 1), tokens=(12, 20), format="fp32"),
     AttendCase("bf16", rows=(3, 1), tokens=(12, 20), dtype="bf16", kv_dtype="bf16", format="bf16"),
     AttendCase("fp16", rows=(3, 1), tokens=(12, 20), dtype="fp16", kv_dtype="fp16", format="fp16"),
     AttendCase("bf16_over_int4", rows=(5, 1), tokens=(17, 8), dtype="bf16", kv_dtype="bf16"),
+    AttendCase("bf16_over_k8v4", rows=(5, 1), tokens=(17, 8), dtype="bf16", kv_dtype="bf16", format="k8v4"),
     AttendCase("fp32_over_bf16_pages", kv_dtype="bf16", format="int8"),
     AttendCase("extreme_logits", rows=(5, 1), tokens=(17, 8), format="fp32", logit_scale=1e4),
     AttendCase("extreme_logits_int4", rows=(5, 1), tokens=(17, 8), logit_scale=1e4),
@@ -144,7 +146,7 @@ def _make_blocks(
 def poison_unfilled(raw: torch.Tensor, count: int, layout: BlockLayout) -> None:
     """All-ones bytes (NaN in every float format) wherever entries `count` and later lie. raw [1, block_bytes]."""
     size = layout.block_entries
-    runs = [(layout.k_codes, layout.row_bytes), (layout.v_codes, layout.row_bytes), (layout.bias, 2)]
+    runs = [(layout.k_codes, layout.k_row_bytes), (layout.v_codes, layout.v_row_bytes), (layout.bias, 2)]
     if layout.quantized:
         runs += [(layout.v_scale, 2), (layout.v_min, 2)]
     for offset, width in runs:

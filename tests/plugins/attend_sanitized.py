@@ -21,7 +21,7 @@ def main(library: str) -> None:
         Case(BATCH, group=group, head_dim=head_dim, q=types, kv=types, format=format_, record=record, page_tokens=page)
         for group, head_dim, record, page in shapes
         for types in ("fp32", "bf16", "fp16")
-        for format_ in ("int4", "int8", "bf16", "fp16", "fp32")
+        for format_ in ("int4", "k8v4", "int8", "bf16", "fp16", "fp32")
     ]
     cases.append(Case(((1, 1300, 700), (40, 300, 20), (1, 0, 0)), q="bf16", kv="bf16"))
     for case in cases:

@@ -56,6 +56,7 @@ CASES = (
     CommitCase("protected", protected=0.2),
     CommitCase("ties", equal=True),
     CommitCase("int4", format="int4"),
+    CommitCase("k8v4", format="k8v4", protected=0.1),
     CommitCase("int8", format="int8", spread=0.1),
     CommitCase("bf16", format="bf16"),
     CommitCase("fp16", format="fp16", protected=0.1),

@@ -106,7 +106,7 @@ def make_block(layout: BlockLayout, length: int, g: torch.Generator) -> torch.Te
     keys, values = torch.randn(shape, generator=g), torch.randn(shape, generator=g)
     bias = torch.rand(shape[:2], generator=g) * 3
     raw = block_codec.encode(keys, values, bias, torch.tensor([length]), layout)[0]
-    fields = [(layout.k_codes, layout.row_bytes), (layout.v_codes, layout.row_bytes), (layout.bias, 2)]
+    fields = [(layout.k_codes, layout.k_row_bytes), (layout.v_codes, layout.v_row_bytes), (layout.bias, 2)]
     fields += [(layout.v_scale, 2), (layout.v_min, 2)] if layout.quantized else []
     for offset, size in fields:
         raw[offset + length * size : offset + layout.block_entries * size] = 0xFF
@@ -155,7 +155,7 @@ BATCH = ((1, 45, 40), (5, 33, 20), (1, 0, 9), (2, 2, 0))
 SHAPES = [(1, 64), (2, 128), (3, 64), (5, 80), (8, 72), (16, 64), (4, 256), (2, 8)]
 
 
-@pytest.mark.parametrize("format_", ["int4", "int8", "bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("format_", ["int4", "k8v4", "int8", "bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("types", [("fp32", "fp32"), ("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp32")])
 def test_types_and_formats(attends: dict[str, Attend], types: tuple[str, str], format_: str) -> None:
     check(attends, Case(BATCH, q=types[0], kv=types[1], format=format_))
@@ -163,7 +163,7 @@ def test_types_and_formats(attends: dict[str, Attend], types: tuple[str, str], f
 
 @pytest.mark.parametrize(("group", "head_dim"), SHAPES)
 def test_groups_and_head_dims(attends: dict[str, Attend], group: int, head_dim: int) -> None:
-    for types, format_ in (("fp32", "int4"), ("bf16", "int8")):
+    for types, format_ in (("fp32", "int4"), ("bf16", "int8"), ("bf16", "k8v4")):
         check(attends, Case(BATCH, group=group, head_dim=head_dim, q=types, kv=types, format=format_, record="some"))
 
 
@@ -172,7 +172,8 @@ def test_rows_over_history(attends: dict[str, Attend], rows: int) -> None:
     """A chunk over pages and blocks, and one longer than its pages (its first rows read blocks only, or nothing)."""
     for types in ("fp32", "bf16"):
         batch = ((rows, rows + 17, 21), (rows, max(0, rows - 3), 5), (rows, rows // 2, 0))
-        check(attends, Case(batch, kv_heads=1, q=types, kv=types, format="int4", record="some"))
+        for format_ in ("int4", "k8v4"):
+            check(attends, Case(batch, kv_heads=1, q=types, kv=types, format=format_, record="some"))
 
 
 def test_long_contexts_are_split(attends: dict[str, Attend]) -> None:
@@ -195,7 +196,7 @@ def test_newest_tokens_are_not_recorded(attends: dict[str, Attend], skip: tuple[
         check(attends, Case(batch, kv_heads=1, q=types, kv=types, record="some", record_skip=skip))
 
 
-@pytest.mark.parametrize("format_", ["fp32", "int8"])
+@pytest.mark.parametrize("format_", ["fp32", "k8v4", "int8"])
 def test_extreme_logits(attends: dict[str, Attend], format_: str) -> None:
     """Logits of +-1e4: one token takes all, fp32 itself resolves them to 1e-3 only."""
     for attend in attends.values():
@@ -261,7 +262,7 @@ CASES = st.builds(
     head_dim=st.sampled_from([8, 16, 32, 40, 64, 96, 128]),
     q=st.sampled_from(sorted(DTYPES)),
     kv=st.sampled_from(sorted(DTYPES)),
-    format=st.sampled_from(["int4", "int8", "bf16", "fp16", "fp32"]),
+    format=st.sampled_from(["int4", "k8v4", "int8", "bf16", "fp16", "fp32"]),
     page_tokens=st.sampled_from([8, 16, 32, 256]),
     block_entries=st.sampled_from([16, 24, 64, 256]),
     record=st.sampled_from(["all", "none", "some"]),

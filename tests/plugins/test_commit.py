@@ -16,6 +16,7 @@ from plugins.commit import native, reference
 from plugins.commit.line import draw_line as torch_line
 from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
 from plugins.commit.publish import publish as torch_publish
+from plugins.layout import BlockFormat
 from plugins.memory import KvMemory
 from tests.plugins.commit_cases import CASES, PAGE_TOKENS, CommitCase, CommitState, make_state, plan_publish
 from tests.plugins.native_forms import SANITIZERS, forms_of, load, run_sanitized
@@ -121,7 +122,7 @@ def test_publish_equals_reference(publish: Publish, case: CommitCase, gate: floa
     raw, want = memory.blocks[params.new.ids], expected.blocks[params.new.ids]
     filled = torch.arange(layout.block_entries) < params.new.lens[:, None]
     assert torch.equal(block_bytes.read_keys(raw, layout)[filled], block_bytes.read_keys(want, layout)[filled])
-    step = {"int4": 0.5, "int8": 0.03, "bf16": 0.02, "fp16": 2e-3, "fp32": 1e-5}[case.format]
+    step = {4: 0.5, 8: 0.03}.get(layout.v_bits, {"bf16": 0.02, "fp16": 2e-3, "fp32": 1e-5}.get(case.format, 0.0))
     for read, tolerance in ((block_bytes.read_values, step), (block_bytes.read_bias, 2e-3)):
         torch.testing.assert_close(read(raw, layout)[filled], read(want, layout)[filled], atol=tolerance, rtol=1e-3)
     same = (block_bytes.read_values(raw, layout) == block_bytes.read_values(want, layout))[filled]
@@ -221,8 +222,9 @@ def test_a_table_that_disagrees_is_refused_before_anything_is_written(publish: P
     assert torch.equal(state.memory.blocks, before)
 
 
-def test_many_commits_in_a_row_stay_finite(publish: Publish) -> None:
-    case = CommitCase("long_life", format="int4", spread=0.2)
+@pytest.mark.parametrize("format", ["int4", "k8v4"])
+def test_many_commits_in_a_row_stay_finite(publish: Publish, format: BlockFormat) -> None:
+    case = CommitCase("long_life", format=format, spread=0.2)
     state = make_state(case)
     for seed in range(5):
         fresh = make_state(replace(case, entries=0), seed=seed)
@@ -260,7 +262,7 @@ def test_bits_do_not_depend_on_threads() -> None:
         pytest.skip("needs a C++ compiler")
     results = []
     for threads in (1, 2, 5):
-        state = make_state(CommitCase("threads", format="int4", spread=0.2, layers=4, kv_heads=3))
+        state = make_state(CommitCase("threads", format="k8v4", spread=0.2, layers=4, kv_heads=3))
         decision = draw_line(state.memory, line_params(state, 150))
         params = plan_publish(state, decision, 0.35)
         counts = native.NativePublish(LIBRARY, None, threads)(state.memory, params, decision)

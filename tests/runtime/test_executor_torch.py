@@ -230,9 +230,23 @@ def test_commits_at_full_budget_leave_logits_unchanged(bench: Bench, block_forma
     close(bench.run(c.plan(tokens[69:], GREEDY))[0], dense_logits(bench, tokens), tolerance)
 
 
-def test_lossy_commits_keep_running_and_respect_the_budget(bench: Bench) -> None:
+def test_bits_of_keys_cost_less_than_they_bring(bench: Bench) -> None:
+    """Everything kept, quantized: 8-bit keys over 4-bit values lie between int4 and int8."""
+    tokens, close_to_dense = tokens_of(3, 70), []
+    for handle, block_format in enumerate(("int4", "k8v4", "int8")):
+        c = conversation(handle)
+        c.blocks = empty_table(block_format)
+        bench.run(c.plan(tokens[:64]))
+        assert commit(bench, c, 56, 10**6, CommitRules()) == (56 * ROWS, 0, 0)
+        logits = bench.run(c.plan(tokens[64:], GREEDY))[0]
+        close_to_dense.append(torch.cosine_similarity(logits, dense_logits(bench, tokens), dim=0).item())
+    assert close_to_dense == sorted(close_to_dense) and close_to_dense[1] > 0.98, close_to_dense
+
+
+@pytest.mark.parametrize("block_format", ["int4", "k8v4"])
+def test_lossy_commits_keep_running_and_respect_the_budget(bench: Bench, block_format: str) -> None:
     tokens, c = tokens_of(4, 120), conversation(0)
-    c.blocks = empty_table("int4")
+    c.blocks = empty_table(block_format)
     for turn in range(5):
         bench.run(c.plan(tokens[turn * 24 : turn * 24 + 23]))
         logits = bench.run(c.plan([tokens[turn * 24 + 23]], GREEDY))

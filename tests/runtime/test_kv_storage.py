@@ -12,7 +12,7 @@ from runtime.kv_storage import KvStorage
 
 SPEC = ModelSpec("llama", 2, 64, 128, 6, 3, 64, 100, 1e-5, RopeSpec(10000.0), 1024, True)
 LIMITS = EngineLimits(page_tokens=16, block_entries=64)
-NUM_BLOCKS = {"int4": 4000, "int8": 2000, "bf16": 1000, "fp16": 1000, "fp32": 500}
+NUM_BLOCKS = {"int4": 4000, "k8v4": 3000, "int8": 2000, "bf16": 1000, "fp16": 1000, "fp32": 500}
 
 
 def resident_bytes() -> int:
@@ -49,7 +49,7 @@ def test_huge_arenas_cost_nothing_until_written_and_nothing_after_release() -> N
     assert resident_bytes() - before < 32 << 20
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "bf16", "fp32"])
+@pytest.mark.parametrize("name", ["int4", "k8v4", "int8", "bf16", "fp32"])
 def test_release_never_touches_neighbours(name: str) -> None:
     storage = KvStorage(SPEC, LIMITS, 50, NUM_BLOCKS)
     arena = storage.blocks(name)
