@@ -126,6 +126,17 @@ class KvManager:
         self._blocks[kv.blocks.format].give(kv.blocks.ids)
         return Freed(page_ids, kv.blocks)
 
+    def reset(self, handle: int) -> Freed:
+        """Frees the cache of a conversation that goes on; protected positions and the peak are remembered."""
+        before = self._conversations[handle]
+        freed = self.release(handle)
+        self.open(handle, before.policy)
+        after = self._conversations[handle]
+        after.peak_bytes = before.peak_bytes
+        for start, end in before.protected_ranges():
+            after.protect(start, end)
+        return freed
+
     def truncate(self, handle: int, num_tokens: int) -> Freed | None:
         """Undoes the tokens from `num_tokens` on. None, with nothing changed, if one of them left its active page."""
         kv = self._conversations[handle]

@@ -95,11 +95,7 @@ class Scheduler:
 
     def drop_cache(self, conversation: Conversation) -> None:
         """Empties a conversation's cache. Its text stays."""
-        protected = self._manager[conversation.handle].protected_ranges()
-        self.dropped.append(self._manager.release(conversation.handle))
-        self._manager.open(conversation.handle, conversation.policy)
-        for start, end in protected:
-            self._manager[conversation.handle].protect(start, end)
+        self.dropped.append(self._manager.reset(conversation.handle))
 
     def drop_oldest_idle(self) -> bool:
         """Takes the cache of the conversation that was idle longest; False if none has any."""
