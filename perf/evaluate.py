@@ -1,7 +1,7 @@
 """`python -m perf.evaluate`: what a policy costs in quality, against the full cache, per byte it holds.
 
-Conversations of `perf.tasks` are held turn by turn under each policy, with idle time between turns; then each question
-is put to a copy of the conversation. Scores: accuracy among 4 choices, negative log-likelihood of the right word, KL
+Conversations of `perf.tasks` are held turn by turn under each policy, with idle time between turns, and without
+answers, which would differ from policy to policy; then each question is put to a copy of the conversation. Scores: accuracy among 4 choices, negative log-likelihood of the right word, KL
 divergence of the next-word distribution from the full cache's, and how often both prefer the same word.
 """
 
@@ -33,7 +33,6 @@ from runtime.text import EngineTokenizer
 from runtime.wiring import load_parts, load_tokenizer
 
 FULL = "full"
-ANSWER_TOKENS = 6
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Evaluator:
         """Holds the conversation and asks its questions."""
         started = time.monotonic()
         for i, text in enumerate(task.turns):
-            self._turn(Request(f"turn-{i}", text, SamplingParams(max_tokens=ANSWER_TOKENS), "c", policy=policy))
+            self._turn(Request(f"turn-{i}", text, SamplingParams(max_tokens=0), "c", policy=policy))
         kv = self._engine.kv_stats("c")
         logprobs = torch.stack([self._ask(question) for question in task.questions])
         choices = torch.tensor([[self._word(w) for w in question.choices] for question in task.questions])

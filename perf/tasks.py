@@ -94,4 +94,4 @@ def _filler_words() -> list[str]:
 def _piece(words: list[str], rng: random.Random) -> str:
     length = rng.randint(*FILLER_WORDS)
     start = rng.randrange(len(words) - length)
-    return "Here is some text: " + " ".join(words[start : start + length]) + "\nJust say OK."
+    return "Here is some text: " + " ".join(words[start : start + length])
