@@ -88,6 +88,13 @@ def main(argv: list[str] | None = None) -> int:
             )
             while not stopping.wait(0.2) and server.returncode is None:
                 pass
+            if server.model_died:
+                print(
+                    "error: the model's process was killed, or ran out of memory; the server is stopped and its "
+                    f"conversations are lost: start it again, with a smaller --kv-mib if memory was short ({args.log})",
+                    file=sys.stderr,
+                )
+                return 1
             if server.returncode is not None:
                 print(f"server ended by itself with code {server.returncode}; see {args.log}", file=sys.stderr)
                 return 1

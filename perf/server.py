@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -27,11 +28,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from runtime.errors import CommitKVError, ConfigError
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
 MODEL_NAME = "tensorrt_llm"
 KILL_AFTER_S = 10.0
+MODEL_POLL_S = 0.5
 
 
 class ServerStartError(CommitKVError):
@@ -197,6 +201,8 @@ class TritonServer:
         self._directory: Path | None = None
         self._prefix = ""
         self._log: Path | None = None
+        self._stopping = threading.Event()
+        self.model_died = False
 
     @property
     def http_url(self) -> str:
@@ -239,6 +245,7 @@ class TritonServer:
                     start_new_session=True,
                 )
             self._wait_ready()
+            threading.Thread(target=self._watch_model, name="triton-model", daemon=True).start()
         except BaseException:
             self.stop(grace_s=0.0)
             raise
@@ -260,17 +267,31 @@ class TritonServer:
             "--log-verbose=0",
         ]
 
+    def _watch_model(self) -> None:
+        """Ends the server with its model's process: Triton would stay up, say ready, and leave clients waiting."""
+        stubs = psutil.Process(self.pid).children()
+        while not self._stopping.wait(MODEL_POLL_S) and self.returncode is None:
+            # A server that was told to stop ends its model itself, and no longer calls it ready.
+            if not all(map(_lives, stubs)) and _answers(self._model_ready_url):
+                self.model_died = True
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, signal.SIGKILL)
+                return
+
+    @property
+    def _model_ready_url(self) -> str:
+        return f"http://{self.http_url}/v2/models/{MODEL_NAME}/ready"
+
     def _wait_ready(self) -> None:
         assert self._process is not None
         deadline = time.monotonic() + self.options.ready_timeout_s
-        url = f"http://{self.http_url}/v2/models/{MODEL_NAME}/ready"
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise ServerStartError(
                     f"Triton server: ended with code {self._process.returncode} before it was ready:\n"
                     f"{self.log_excerpt()}"
                 )
-            if _answers(url):
+            if _answers(self._model_ready_url):
                 return
             time.sleep(0.1)
         raise ServerStartError(
@@ -300,6 +321,7 @@ class TritonServer:
     def stop(self, grace_s: float | None = None) -> None:
         """SIGTERM lets running turns finish within the grace period; then SIGKILL to the whole process group."""
         grace = self.options.grace_s if grace_s is None else grace_s
+        self._stopping.set()
         if self._process is not None:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
@@ -318,6 +340,13 @@ class TritonServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _answers(url: str) -> bool:

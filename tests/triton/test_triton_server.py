@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 
@@ -258,6 +259,21 @@ def test_restart_and_sigterm(tiny_engine_dir: Path) -> None:
         assert server_version(second.grpc_url) == "2.51.0"
         assert Chat(second.grpc_url, "again").turn("x", TurnOptions(max_tokens=3)).generated_tokens == 3
     assert not list(Path("/dev/shm").glob(f"{second._prefix}*"))
+
+
+def test_a_killed_model_ends_the_server_and_the_turn(tiny_engine_dir: Path) -> None:
+    """Triton itself would go on saying ready, and the client would wait until its own time-out."""
+    with TritonServer(options_for(tiny_engine_dir, grace_s=1.0)) as server:
+        running = BackgroundTurn(Chat(server.grpc_url, "orphan"))
+        [model] = psutil.Process(server.pid).children()
+        begin = time.monotonic()
+        model.kill()
+        with pytest.raises(ServerUnreachableError):
+            running.result()
+        assert time.monotonic() - begin < 20
+        assert server.wait(10) is not None and server.model_died
+        with pytest.raises(ServerUnreachableError):
+            Chat(server.grpc_url, "next").turn("x")
 
 
 def test_a_damaged_engine_is_refused_with_the_reason(tmp_path: Path) -> None:
