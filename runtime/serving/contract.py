@@ -275,6 +275,7 @@ def _choice(fields: _Fields) -> OutputChoice:
 
 def _sampling(fields: _Fields, choice: OutputChoice) -> SamplingParams:
     default = SamplingParams()
+    stop = fields.texts("sampling_param_stop")
     try:
         return SamplingParams(
             max_tokens=_or(fields.whole("sampling_param_max_tokens"), default.max_tokens),
@@ -284,7 +285,7 @@ def _sampling(fields: _Fields, choice: OutputChoice) -> SamplingParams:
             frequency_penalty=fields.number("sampling_param_frequency_penalty", default.frequency_penalty),
             presence_penalty=fields.number("sampling_param_presence_penalty", default.presence_penalty),
             seed=fields.whole("sampling_param_seed"),
-            stop=fields.texts("sampling_param_stop"),
+            stop=stop,
             want_logprobs=choice.cumulative_logprob,
         )
     except RequestError as error:

@@ -103,7 +103,7 @@ def test_calls_that_run_no_turn() -> None:
         (one("sampling_param_frequency_penalty", 3.0), "sampling_param_frequency_penalty"),
         (one("sampling_param_presence_penalty", -3.0), "sampling_param_presence_penalty"),
         (one("sampling_param_stop", b""), "sampling_param_stop: got an empty stop string"),
-        (one("sampling_param_stop", b"\xc3"), "sampling_param_stop: .*UTF-8"),
+        (one("sampling_param_stop", b"\xc3"), "^sampling_param_stop: .*UTF-8"),
         (one("conversation_id", b""), "conversation_id: got ''"),
         (one("conversation_id", b"x" * 257), "conversation_id: .*257 characters"),
         (one("conversation_id", b"a\nb"), "conversation_id"),
