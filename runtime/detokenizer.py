@@ -15,6 +15,11 @@ class TokenStream(Protocol):
 class Tokenizer(Protocol):
     """What the engine needs of a tokenizer."""
 
+    @property
+    def max_token_chars(self) -> int:
+        """Characters that one token can stand for, at most."""
+        ...
+
     def encode(self, text: str, literal: tuple[int, int] | None = None) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids and their character spans in `text`. Inside the `literal` range, text that looks like a
         special token is only text."""

@@ -37,6 +37,7 @@ class Intake:
         self._default_policy = default_policy
         self._max_seq_len = max_seq_len
         self._max_waiting = max_waiting
+        self._max_chars = max_seq_len * tokenizer.max_token_chars
 
     def find(
         self, request: Request, by_id: Mapping[str, Conversation], by_request: Mapping[str, Conversation]
@@ -78,6 +79,7 @@ class Intake:
 
     def make_turn(self, request: Request, conversation: Conversation, arrival_ns: int) -> Turn:
         """Adds the turn's prompt to the conversation. Raises PromptTooLongError or RequestError, adding nothing."""
+        self._check_chars(request)
         prompt = self._prompt(request, conversation)
         for start, end in request.protect:
             if not 0 <= start < end <= len(request.text):
@@ -119,6 +121,15 @@ class Intake:
         turn = self._chat_format.next_turn(user_text, conversation.ended)
         ids, _ = self._tokenizer.encode(turn.text + answer, (turn.user_start, turn.user_end))
         return tuple(ids)
+
+    def _check_chars(self, request: Request) -> None:
+        """Megabytes of text are refused before they are tokenized: that takes seconds in which nobody else runs."""
+        num_chars = len(request.text) + len(request.system_prompt or "")
+        if num_chars > self._max_chars:
+            raise PromptTooLongError(
+                f"text_input: got {num_chars:,} characters with the system prompt, expected at most "
+                f"{self._max_chars:,}, the longest text of {self._max_seq_len} tokens; shorten the prompt"
+            )
 
     def _policy(self, request: Request) -> Policy:
         return get_policy(request.policy if request.policy is not None else self._default_policy)

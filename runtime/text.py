@@ -28,6 +28,7 @@ class EngineTokenizer:
         self._literal.encode_special_tokens = True
         self._special_tokens = special_tokens
         self._bos_token_id = bos_token_id
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, literal: tuple[int, int] | None = None) -> tuple[list[int], list[tuple[int, int]]]:
         """See `runtime.detokenizer.Tokenizer`. Without a `literal` range the text is a raw prompt."""

@@ -38,6 +38,8 @@ EAGER = Schedule(min_tokens=40, recent_tokens=12, span_tokens=24, every_steps=4)
 class CharTokenizer:
     """Token id = 1 + code % 96; never the end token 0."""
 
+    max_token_chars: int = 4
+
     def encode(self, text: str, literal: tuple[int, int] | None = None) -> tuple[list[int], list[tuple[int, int]]]:
         return [1 + ord(c) % 96 for c in text], [(i, i + 1) for i in range(len(text))]
 

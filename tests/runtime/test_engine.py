@@ -1,7 +1,7 @@
 """The engine loop over an executor that checks every plan."""
 
 import pytest
-from simulated_engine import EAGER, SPEC, drain, last_of, make_engine, policies_for_tests, text_of
+from simulated_engine import EAGER, SPEC, CharTokenizer, drain, last_of, make_engine, policies_for_tests, text_of
 
 import runtime.policy.registry as registry
 from runtime.config import RuntimeConfig
@@ -148,6 +148,15 @@ def test_prompt_as_long_as_the_limit() -> None:
     with pytest.raises(PromptTooLongError, match="600 tokens"):
         engine.submit(ask("too long", "x" * 600))
     assert not engine.has_turns()
+
+
+def test_megabytes_of_text_are_refused_before_they_are_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, _ = make_engine(CONFIG)
+    monkeypatch.setattr(CharTokenizer, "encode", lambda *_: pytest.fail("tokenized"))
+    for text, system in (("x" * 2401, None), ("x", "y" * 2400)):
+        with pytest.raises(PromptTooLongError, match=r"2,401 characters .* at most 2,400"):
+            engine.submit(ask("a", text, "c", system_prompt=system))
+    assert engine.stats().conversations == 0
 
 
 def test_requests_that_cannot_run_are_refused_and_change_nothing() -> None:
