@@ -8,9 +8,11 @@ STAMP := $(VENV)/.ready
 #   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
 ENGINE := engines/smollm2-135m
+# Flags with which llama.cpp ran here; its own choice for the machine crashed.
+PEERS_CMAKE_ARGS := -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AVX512=ON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve test lint bench eval gpu clean
+.PHONY: help setup demo chat serve test lint peers bench eval gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -51,8 +53,16 @@ lint: $(STAMP)  ## ruff, mypy, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(ENGINE)/manifest.json  ## attention micro-benchmark, then eight conversations at once
+peers:  ## llama.cpp for make bench, built from source in .venv-peers (20 minutes on two cores)
+	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	@echo "peers 1/2: llama-cpp-python 0.3.36 in .venv-peers, compiled for AVX-512 (needs a C++ compiler)"
+	@CMAKE_ARGS="$(PEERS_CMAKE_ARGS)" .venv-peers/bin/python -m pip install --disable-pip-version-check -q \
+	  llama-cpp-python==0.3.36
+	@.venv-peers/bin/python -c 'import llama_cpp; print("peers 2/2: llama-cpp-python", llama_cpp.__version__, "loads")'
+
+bench: $(ENGINE)/manifest.json  ## attention, decode and prefill beside other engines, then eight conversations at once
 	$(BIN)/python -m perf.bench_attend
+	$(BIN)/python -m perf.bench
 	$(BIN)/python -m perf.many
 
 eval: $(ENGINE)/manifest.json  ## quality against bytes of every policy, about five minutes
