@@ -255,7 +255,7 @@ class Engine:
         started = self._clock_ns()
         done = False
         try:
-            done = self._executor.probe(work.plan, self._arrivals.is_set)
+            done = self._executor.probe(work.plan, _never if work.urgent else self._arrivals.is_set)
         finally:
             with self._lock:
                 self._maintenance.settle_probe(work, done)
@@ -377,3 +377,7 @@ class Engine:
     def _release_dropped(self) -> None:
         while self._scheduler.dropped:
             self._release(self._scheduler.dropped.pop())
+
+
+def _never() -> bool:
+    return False

@@ -1,7 +1,8 @@
 """Decides when spans are probed and committed.
 
 Urgent work runs before the next step: a crossed watermark, the review every N steps, and commits at turn end of
-policies that need no probe. Idle work runs when no turn can: probes first, then the commit they were for.
+policies that need no probe. Idle work runs when no turn can: probes first, then the commit they were for. A review
+that finds much staged does the same a piece at a time, between steps; only the watermark commits by `seen` alone.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ WATERMARK_MIN_PAGES = 4
 
 @dataclass(frozen=True, eq=False)
 class ProbeWork:
+    """urgent: belongs to a review and is not interrupted, or it would starve under steady load."""
+
     plan: ProbePlan
     reservation: RowReservation
     span: tuple[int, int]
+    urgent: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Maintenance:
         self._probe = probe
         self._watermark = watermark
         self._num_steps = 0
+        self._reviewed_step = 0  # at most one piece of work per review
         self._blocked_at_bytes: int | None = None
 
     def step_done(self) -> None:
@@ -68,13 +73,30 @@ class Maintenance:
         if conversation.policy.schedule.at_turn_end:
             self._manager.stage(conversation.handle, Event.TURN_ENDED)
 
-    def urgent(self) -> CommitWork | None:
-        """A commit that should not wait for idle time."""
+    def urgent(self) -> ProbeWork | CommitWork | None:
+        """A commit that should not wait for idle time, or the probe before it."""
         if self._manager.pressure >= self._watermark:
             work = self.reclaim(WATERMARK_MIN_PAGES)
             if work is not None:
                 return work
-        return self._first(c for c in self._conversations.values() if self._is_due(c))
+        work = self._first(c for c in self._conversations.values() if self._is_due_at_turn_end(c))
+        return work or self._review()
+
+    def _review(self) -> ProbeWork | CommitWork | None:
+        """Every N steps, for conversations that have much staged and have not been idle."""
+        if self._num_steps == self._reviewed_step:
+            return None
+        for conversation in self._conversations.values():
+            schedule = conversation.policy.schedule
+            if schedule.every_steps == 0 or self._num_steps % schedule.every_steps:
+                continue
+            if self._manager[conversation.handle].num_staged < schedule.span_tokens:
+                continue
+            work = self._next_probe(conversation, urgent=True) or self._first([conversation])
+            if work is not None:
+                self._reviewed_step = self._num_steps
+                return work
+        return None
 
     def reclaim(self, min_pages: int = 1) -> CommitWork | None:
         """Stages all it may and commits the conversation with most to give; None if none has `min_pages`."""
@@ -115,15 +137,10 @@ class Maintenance:
             else:
                 unprobed[0] = (work.span[1], end)
 
-    def _is_due(self, conversation: Conversation) -> bool:
-        schedule = conversation.policy.schedule
-        num_staged = self._manager[conversation.handle].num_staged
-        if not num_staged:
-            return False
-        if schedule.at_turn_end and not conversation.policy.probe and conversation.turn is None:
-            return True
-        due = schedule.every_steps > 0 and self._num_steps % schedule.every_steps == 0
-        return due and num_staged >= schedule.span_tokens
+    def _is_due_at_turn_end(self, conversation: Conversation) -> bool:
+        policy = conversation.policy
+        at_end = policy.schedule.at_turn_end and not policy.probe and conversation.turn is None
+        return at_end and self._manager[conversation.handle].num_staged > 0
 
     def _first(self, conversations: Iterable[Conversation]) -> CommitWork | None:
         if self._blocked_at_bytes is not None:
@@ -136,7 +153,7 @@ class Maintenance:
                 return CommitWork(plan)
         return None
 
-    def _next_probe(self, conversation: Conversation) -> ProbeWork | None:
+    def _next_probe(self, conversation: Conversation, *, urgent: bool = False) -> ProbeWork | None:
         kv = self._manager[conversation.handle]
         if not conversation.policy.probe or not kv.unprobed:
             return None
@@ -158,4 +175,4 @@ class Maintenance:
             first_scored_row=len(self._probe.prompt),
             record_skip=conversation.policy.schedule.recent_tokens,
         )
-        return ProbeWork(plan, reservation, (start, end))
+        return ProbeWork(plan, reservation, (start, end), urgent)

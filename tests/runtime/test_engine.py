@@ -312,3 +312,18 @@ def test_stats_name_the_full_cache_in_fp16() -> None:
     assert isinstance(end, FinishEvent)
     tokens = len("<hello>") + 3
     assert end.stats.kv.kv_full_bytes == tokens * SPEC.kv_token_bytes("fp16")
+
+
+def test_a_busy_engine_still_probes_before_it_commits() -> None:
+    engine, _, _ = make_engine(CONFIG, policy="commitkv")
+    engine.submit(ask("long", "keeps the engine busy", None, 200))
+    engine.submit(ask("a", "hello " * 20, "c", 2))
+    probes_at_commit = None
+    while engine.has_turns():
+        engine.step()
+        stats = engine.stats()
+        if stats.commits and probes_at_commit is None:
+            probes_at_commit = stats.probes
+            assert stats.running, "the commit did not wait for idle time"
+    assert probes_at_commit is not None and probes_at_commit > 1
+    assert engine.stats().probes_interrupted == 0
