@@ -11,6 +11,7 @@ Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 DType = Literal["fp32", "bf16", "fp16"]
 
+MAX_THREADS = 1024
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -129,8 +130,10 @@ class RuntimeConfig:
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name}: got {value}, expected at least 1; raise it")
-        if self.num_threads < 0:
-            raise ConfigError(f"num_threads: got {self.num_threads}, expected 0 (one per core) or more; correct it")
+        if not 0 <= self.num_threads <= MAX_THREADS:
+            raise ConfigError(
+                f"num_threads: got {self.num_threads}, expected 0 (one per core) to {MAX_THREADS}; correct it"
+            )
         if not 0.0 < self.watermark <= 1.0:
             raise ConfigError(
                 f"watermark: got {self.watermark}, expected a share of the KV memory in (0, 1]; correct it"

@@ -16,6 +16,7 @@ import torch
 from plugins.blocks import VALUE_DTYPES
 from plugins.layout import BlockFormat, BlockLayout, PageLayout
 from runtime.config import DTYPE_BYTES, EngineLimits, ModelSpec
+from runtime.errors import ConfigError
 
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _POISON = 255  # a run of these bytes is NaN in fp32, bf16 and fp16
@@ -26,7 +27,13 @@ class _Memory:
 
     def __init__(self, num_bytes: int, poison: bool) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
+        try:
+            self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(
+                f"kv_memory_bytes: the system has no {num_bytes:,} bytes of addresses for one arena ({error}), "
+                f"expected a KV memory that this machine can hold; lower it"
+            ) from error
         self._poison = poison
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)[:num_bytes]

@@ -2,7 +2,8 @@
 
 Urgent work runs before the next step: a crossed watermark, the review every N steps, and commits at turn end of
 policies that need no probe. Idle work runs when no turn can: probes first, then the commit they were for. A review
-that finds much staged does the same a piece at a time, between steps; only the watermark commits by `seen` alone.
+that finds much staged does the same a piece at a time, between steps. Where that falls behind, and at the watermark,
+spans are committed by `seen` alone; they stay marked, and a later probe still raises the scores of what was kept.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from runtime.step import LinePlan, ProbePlan
 
 # Tokens before a probed piece that are re-read with it, so that its first tokens have a context to be found by.
 LEAD_TOKENS = 8
+OVERDUE_SPANS = 2
 # A commit costs about a step; at the watermark it should free more than one page.
 WATERMARK_MIN_PAGES = 4
 
@@ -83,16 +85,23 @@ class Maintenance:
         return work or self._review()
 
     def _review(self) -> ProbeWork | CommitWork | None:
-        """Every N steps, for conversations that have much staged and have not been idle."""
+        """For conversations that have much staged and have not been idle: one piece of work every N steps.
+
+        Text that arrives faster than it can be re-read is committed by what is known of it.
+        """
         if self._num_steps == self._reviewed_step:
             return None
         for conversation in self._conversations.values():
             schedule = conversation.policy.schedule
-            if schedule.every_steps == 0 or self._num_steps % schedule.every_steps:
+            num_staged = self._manager[conversation.handle].num_staged
+            if schedule.every_steps == 0 or num_staged < schedule.span_tokens:
                 continue
-            if self._manager[conversation.handle].num_staged < schedule.span_tokens:
+            if num_staged >= OVERDUE_SPANS * schedule.span_tokens:
+                work: ProbeWork | CommitWork | None = self._first([conversation])
+            elif self._num_steps % schedule.every_steps == 0:
+                work = self._next_probe(conversation, urgent=True) or self._first([conversation])
+            else:
                 continue
-            work = self._next_probe(conversation, urgent=True) or self._first([conversation])
             if work is not None:
                 self._reviewed_step = self._num_steps
                 return work

@@ -14,7 +14,7 @@ class Schedule:
 
     min_tokens: nothing is staged while a conversation holds fewer tokens.
     recent_tokens: the newest tokens stay active.
-    span_tokens: staged tokens that make a commit worth its while during a turn.
+    span_tokens: staged tokens of which a busy engine's review probes and commits; twice as many are not probed first.
     at_turn_end, on_idle, every_steps (0: never), at_watermark: which commit transitions are on.
     """
 

@@ -317,7 +317,7 @@ def test_stats_name_the_full_cache_in_fp16() -> None:
 def test_a_busy_engine_still_probes_before_it_commits() -> None:
     engine, _, _ = make_engine(CONFIG, policy="commitkv")
     engine.submit(ask("long", "keeps the engine busy", None, 200))
-    engine.submit(ask("a", "hello " * 20, "c", 2))
+    engine.submit(ask("a", "hello " * 8, "c", 2))
     probes_at_commit = None
     while engine.has_turns():
         engine.step()
@@ -327,3 +327,13 @@ def test_a_busy_engine_still_probes_before_it_commits() -> None:
             assert stats.running, "the commit did not wait for idle time"
     assert probes_at_commit is not None and probes_at_commit > 1
     assert engine.stats().probes_interrupted == 0
+
+
+def test_a_busy_engine_does_not_wait_for_probes_for_ever() -> None:
+    engine, _, _ = make_engine(CONFIG, policy="commitkv")
+    engine.submit(ask("long", "keeps the engine busy", None, 100))
+    engine.submit(ask("a", "hello " * 40, "c", 2))
+    while not engine.stats().commits:
+        assert engine.has_turns()
+        engine.step()
+    assert engine.stats().running and engine.stats().probes == 0
