@@ -13,6 +13,7 @@ from runtime.errors import CommitKVError, ConfigError
 
 DEFAULT_ENGINE = REPO_ROOT / "engines" / "smollm2-135m"
 DEFAULT_KV_MIB = 1024
+MAX_GRACE_S = 86400
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(args: argparse.Namespace) -> ServerOptions:
     base = server_options(args.engine, args.kv_mib, args.threads, args.policy, args.log)
-    if args.grace_s < 0:
-        raise ConfigError(f"--grace-s: got {args.grace_s}, expected 0 or more seconds; pass another number")
+    if not 0 <= args.grace_s <= MAX_GRACE_S:
+        raise ConfigError(f"--grace-s: got {args.grace_s}, expected 0 to {MAX_GRACE_S} seconds; pass another number")
     return ServerOptions(
         parameters={**base.parameters, "grace_s": str(args.grace_s)},
         host=args.host,

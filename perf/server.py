@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import BinaryIO, Self
 
 import psutil
 
@@ -233,10 +233,9 @@ class TritonServer:
         self._directory = Path(tempfile.mkdtemp(prefix="commitkv-triton-"))
         self._prefix = f"commitkv_{os.getpid()}_{self.ports['grpc']}_"
         self._log = self.options.log_path or self._directory / "server.log"
-        self._log.parent.mkdir(parents=True, exist_ok=True)
         try:
             command = self._command(install, self._directory)
-            with self._log.open("wb") as log:
+            with _open_log(self._log) as log:
                 self._process = subprocess.Popen(
                     command,
                     stdout=log,
@@ -303,7 +302,7 @@ class TritonServer:
         if self._log is None or not self._log.is_file():
             return ""
         text = self._log.read_text(encoding="utf-8", errors="replace")
-        reasons = re.findall(r"failed to load '\w+' version \d+: \w+: (.+)", text)
+        reasons = re.findall(r"failed to load '\w+' version \d+: \w+: (?:TritonModelException: )?(.+)", text)
         if reasons:
             return "\n".join(reason.split("\\n\\nAt:")[0].rstrip('"').replace("\\n", "\n") for reason in reasons)
         harmless = re.compile(r"^[+|]|CUDA|Cuda|pinned memory|DCGM|NVML|^$")
@@ -340,6 +339,14 @@ class TritonServer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
+
+
+def _open_log(path: Path) -> BinaryIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("wb")
+    except OSError as error:
+        raise ConfigError(f"log: cannot write {path} ({error.strerror}); choose another file") from error
 
 
 def _lives(process: psutil.Process) -> bool:

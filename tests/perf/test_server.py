@@ -18,6 +18,8 @@ from perf.server import (
 )
 from runtime.errors import ConfigError
 
+ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+
 
 @pytest.fixture
 def taken_port():
@@ -95,6 +97,9 @@ def test_options_are_checked_before_a_start(tmp_path: Path, engine: str, kv_mib:
     ("main", "arguments"),
     [
         (serve.main, ["--engine", "/nowhere"]),
+        (serve.main, ["--engine", ".", "--grace-s", "nan"]),
+        (serve.main, ["--engine", ".", "--grace-s", "inf"]),
+        (serve.main, [*ANY_PORTS, "--engine", ".", "--log", "/proc/none/server.log"]),
         (chat.main, ["--serve", "--engine", "/nowhere"]),
         (chat.main, ["--url", "127.0.0.1:1"]),
         (demo.main, ["--engine", "/nowhere"]),

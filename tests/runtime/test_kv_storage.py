@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from runtime.config import EngineLimits, ModelSpec, RopeSpec
+from runtime.errors import ConfigError
 from runtime.kv_storage import KvStorage
 
 SPEC = ModelSpec("llama", 2, 64, 128, 6, 3, 64, 100, 1e-5, RopeSpec(10000.0), 1024, True)
@@ -33,6 +34,12 @@ def test_shapes_follow_the_layout() -> None:
     assert storage.blocks("int4") is storage.blocks("int4")
     with pytest.raises(KeyError):
         storage.blocks("int3")
+
+
+def test_more_memory_than_addresses_is_one_clear_error() -> None:
+    for num_pages in (1 << 40, 1 << 60):
+        with pytest.raises(ConfigError, match="kv_memory_bytes: the system has no"):
+            KvStorage(SPEC, LIMITS, num_pages, NUM_BLOCKS)
 
 
 def test_huge_arenas_cost_nothing_until_written_and_nothing_after_release() -> None:

@@ -286,14 +286,17 @@ def test_a_damaged_engine_is_refused_with_the_reason(tmp_path: Path) -> None:
     ("name", "value", "part"),
     [
         ("kv_memory", "1", "model parameter kv_memory: unknown"),
+        ("num_threads", "100000", "num_threads: got 100000, expected 0"),
+        ("kv_memory_bytes", str(1 << 60), "kv_memory_bytes: the system has no"),
         ("num_threads", "all", "model parameter num_threads: got 'all'"),
         ("default_policy", "nonsense", "nonsense"),
     ],
 )
 def test_wrong_model_parameters_are_refused(tiny_engine_dir: Path, name: str, value: str, part: str) -> None:
     options = ServerOptions(parameters={"engine_dir": str(tiny_engine_dir), name: value})
-    with pytest.raises(ServerStartError, match=part):
+    with pytest.raises(ServerStartError, match=part) as caught:
         TritonServer(options).start()
+    assert "TritonModelException" not in str(caught.value)
 
 
 def test_the_default_policy_of_the_server_holds_for_all_turns(tiny_engine_dir: Path) -> None:
