@@ -53,12 +53,15 @@ lint: $(STAMP)  ## ruff, mypy, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-peers:  ## llama.cpp for make bench, built from source in .venv-peers (20 minutes on two cores)
+peers: $(STAMP)  ## what make bench compares with: llama.cpp from source in .venv-peers, optimum-quanto (20 minutes)
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	@echo "peers 1/2: llama-cpp-python 0.3.36 in .venv-peers, compiled for AVX-512 (needs a C++ compiler)"
 	@CMAKE_ARGS="$(PEERS_CMAKE_ARGS)" .venv-peers/bin/python -m pip install --disable-pip-version-check -q \
 	  llama-cpp-python==0.3.36
-	@.venv-peers/bin/python -c 'import llama_cpp; print("peers 2/2: llama-cpp-python", llama_cpp.__version__, "loads")'
+	@.venv-peers/bin/python -c 'import llama_cpp; print("llama-cpp-python", llama_cpp.__version__, "loads")'
+	@echo "peers 2/2: optimum-quanto 0.2.7 in $(VENV), for transformers' QuantizedCache; compiles a small extension"
+	@$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps optimum-quanto==0.2.7 ninja==1.13.2
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c 'from optimum.quanto.library.extensions.cpp import ext; ext.lib'
 
 bench: $(ENGINE)/manifest.json  ## attention, decode and prefill beside other engines, then eight conversations at once
 	$(BIN)/python -m perf.bench_attend

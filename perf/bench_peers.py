@@ -137,9 +137,8 @@ class TransformersSystem:
         try:
             self._first: Any = DynamicCache() if backend is None else QuantizedCache(backend, decoder.config, nbits=4)
         except ImportError as error:
-            text = str(error).strip().splitlines()[0]
             raise PeerMissingError(
-                f"transformers, QuantizedCache: its backend {backend} is missing ({text})"
+                f"transformers, QuantizedCache: its backend {backend} is not installed; run make peers"
             ) from error
         self._cache: Any = self._first
         self._batch = 1
