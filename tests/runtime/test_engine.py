@@ -255,7 +255,7 @@ def test_a_step_that_fails_rolls_back_its_turns() -> None:
 
 def test_a_probe_gives_way_to_a_new_turn() -> None:
     engine, executor, _ = make_engine(CONFIG, policy="commitkv")
-    engine.submit(ask("a", "hello " * 20, "c", 5))
+    engine.submit(ask("a", "hello " * 6, "c", 5))
     while engine.has_turns():
         engine.step()
     run_probe = executor.probe
