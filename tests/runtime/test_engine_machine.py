@@ -11,6 +11,7 @@ from simulated_engine import drain, make_engine, policies_for_tests
 
 import runtime.policy.registry as registry
 from runtime.config import RuntimeConfig
+from runtime.conversation import Conversation
 from runtime.errors import CommitKVError
 from runtime.request import Event, FinishEvent, Request, SamplingParams, TextEvent
 
@@ -29,7 +30,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.lossless = lossless
         self.engine, self.executor, self.manager = make_engine(config, lossless=lossless)
-        self.open: dict[str, str | None] = {}
+        self.open: dict[str, Conversation] = {}
         self.count = 0
 
     @rule(
@@ -54,7 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         except CommitKVError as error:
             assert len(str(error)) > 20
         else:
-            self.open[request.request_id] = name
+            self.open[request.request_id] = self.engine._by_request[request.request_id]
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
@@ -93,20 +94,19 @@ class EngineMachine(RuleBasedStateMachine):
         for event in events:
             if isinstance(event, TextEvent):
                 continue
-            name = self.open.pop(event.request_id)
+            conversation = self.open.pop(event.request_id)
             if isinstance(event, FinishEvent):
                 assert event.stats.kv.kv_bytes <= self.manager.budget.total_bytes
-                if name is not None and event.reason != "cancelled":
-                    self.check_text(name, event.stats.generated_tokens)
+                if event.reason != "cancelled":
+                    self.check_text(conversation, event.stats.generated_tokens)
 
-    def check_text(self, name: str, num_generated: int) -> None:
+    def check_text(self, conversation: Conversation, num_generated: int) -> None:
         """Every generated token follows from the tokens before it, whatever was dropped, chunked or preempted."""
-        conversation = self.engine._by_id.get(name)
-        if conversation is None or not (conversation.policy.name == "full" or self.lossless):
+        if not (conversation.policy.name == "full" or self.lossless):
             return
         tokens = [(0, position, token) for position, token in enumerate(conversation.tokens)]
         for i in range(len(tokens) - num_generated, len(tokens)):
-            assert tokens[i][2] == self.executor._next(tokens[:i]), f"token {i} of {name} is wrong"
+            assert tokens[i][2] == self.executor._next(tokens[:i]), f"token {i} is wrong"
 
     @invariant()
     def memory_is_bounded(self) -> None:
