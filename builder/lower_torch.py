@@ -22,6 +22,7 @@ from plugins.linear.params import LinearForm, Product
 from plugins.pointwise.cpu import TorchPointwise
 from plugins.pointwise.params import Pointwise
 from runtime.config import ModelSpec
+from runtime.errors import ManifestError
 
 TORCH_DTYPE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -191,6 +192,10 @@ class _FileWeights(Mapping[str, torch.Tensor]):
         tensor: torch.Tensor = self._file.get_tensor(name)
         return tensor
 
+    def shape(self, name: str) -> list[int] | None:
+        """None where the file has no such tensor."""
+        return list(self._file.get_slice(name).get_shape()) if name in self._names else None
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -201,5 +206,16 @@ class _FileWeights(Mapping[str, torch.Tensor]):
 def load_decoder(
     weights_file: Path, spec: ModelSpec, dtype: str, device: str = "cpu", forms: DecoderForms = TORCH_DECODER_FORMS
 ) -> TorchDecoder:
-    """The decoder of an engine directory's `weights.safetensors`, whose manifest was checked before."""
-    return TorchDecoder(spec, _FileWeights(weights_file), dtype, device, forms)
+    """The decoder of an engine directory's `weights.safetensors`, whose manifest was checked before.
+
+    Raises ManifestError where `spec` and the weights do not belong together.
+    """
+    weights = _FileWeights(weights_file)
+    for recipe in weight_recipes(spec):
+        shape = weights.shape(recipe.name)
+        if shape != list(recipe.shape):
+            raise ManifestError(
+                f"engine: {weights_file} holds {recipe.name} with shape {shape}, the manifest expects "
+                f"{list(recipe.shape)}: one of them was changed; build the engine again with builder/build.py"
+            )
+    return TorchDecoder(spec, weights, dtype, device, forms)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -188,7 +189,7 @@ def _value(hint: Any, data: Any, where: str) -> Any:
             )
         good = False
     elif hint is float:
-        good = isinstance(data, (int, float)) and not isinstance(data, bool)
+        good = isinstance(data, (int, float)) and not isinstance(data, bool) and math.isfinite(data)
     else:
         good = type(data) is hint
     if not good:

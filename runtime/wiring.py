@@ -24,6 +24,7 @@ from runtime.intake import Intake
 from runtime.kv_manager import KvManager
 from runtime.kv_storage import KvStorage
 from runtime.manifest import Manifest
+from runtime.policy.registry import get_policy
 from runtime.text import EngineTokenizer
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
     """What `load_engine` makes an engine of; evaluation also talks to the executor itself."""
     manifest = manifests.load(engine_dir, target="cpu", verify=verify)
     spec, limits = manifest.model, manifest.limits
+    get_policy(limits.policy)  # refused at start, not at the first turn
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     manager = KvManager(spec, limits, config.kv_memory_bytes)
     storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks)

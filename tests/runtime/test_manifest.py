@@ -74,6 +74,7 @@ EDITS: dict[str, tuple[Callable[[Any], None], str]] = {
     "missing field": (lambda d: d["model"].pop("head_dim"), "manifest.model: missing or unknown fields head_dim"),
     "unknown field": (lambda d: d.update(extra=1), "fields extra"),
     "wrong type": (lambda d: d["model"].update(num_layers="2"), r"manifest.model.num_layers: got '2', expected int"),
+    "not finite": (lambda d: d["model"].update(rms_eps=float("nan")), "rms_eps: got nan, expected float"),
     "bool is no int": (lambda d: d["limits"].update(max_seq_len=True), "max_seq_len: got True"),
     "unknown family": (lambda d: d["model"].update(family="gpt"), "manifest.model.family: got 'gpt'"),
     "short pair": (lambda d: d["versions"].append(["torch"]), r"manifest.versions\[1\]"),
