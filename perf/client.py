@@ -18,7 +18,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from perf.server import MODEL_NAME
-from runtime.errors import CommitKVError
+from runtime.errors import CommitKVError, RequestError
 
 STREAM_ERROR_WAIT_S = 5.0
 
@@ -131,12 +131,25 @@ def tensor(name: str, values: Any, dtype: str | None = None) -> grpcclient.Infer
     """One input tensor of the contract; text becomes UTF-8 bytes, a single value gets shape [1]."""
     dtype = dtype or _DTYPES[name]
     rows = [values] if isinstance(values, str | bytes | bool | int | float) else list(values)
-    if dtype == "BYTES":
-        rows = [row.encode("utf-8") if isinstance(row, str) else row for row in rows]
+    try:
+        if dtype == "BYTES":
+            rows = [row.encode("utf-8") if isinstance(row, str) else row for row in rows]
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name}: got text with undecodable bytes ({error.reason}); send valid UTF-8") from error
+    if dtype in ("INT32", "UINT64"):
+        _check_range(name, rows, _NUMPY[dtype])
     array = np.array(rows, dtype=_NUMPY[dtype])
     made = grpcclient.InferInput(name, list(array.shape), dtype)
     made.set_data_from_numpy(array)
     return made
+
+
+def _check_range(name: str, rows: Sequence[Any], kind: Any) -> None:
+    """numpy would wrap a whole number that does not fit."""
+    limits = np.iinfo(kind)
+    for value in (x for row in rows for x in (row if isinstance(row, list | tuple) else (row,))):
+        if not limits.min <= value <= limits.max:
+            raise RequestError(f"{name}: got {value}, expected {limits.min} to {limits.max}; pass another number")
 
 
 def infer(
