@@ -1,8 +1,9 @@
 """`python -m perf.evaluate`: what a policy costs in quality, against the full cache, per byte it holds.
 
 Conversations of `perf.tasks` are held turn by turn under each policy, with idle time between turns, and without
-answers, which would differ from policy to policy; then each question is put to a copy of the conversation. Scores: accuracy among 4 choices, negative log-likelihood of the right word, KL
-divergence of the next-word distribution from the full cache's, and how often both prefer the same word.
+answers, which would differ from policy to policy; then each question is put to a copy of the conversation. Scores:
+accuracy among 4 choices, negative log-likelihood of the right word, KL divergence of the next-word distribution from
+the full cache's, and how often both prefer the same word.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -27,6 +29,7 @@ from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.errors import CommitKVError, ConfigError
 from runtime.executor_torch import TorchExecutor
+from runtime.policy.base import Policy
 from runtime.policy.registry import ALL_POLICIES, get_policy
 from runtime.request import ErrorEvent, Request, SamplingParams
 from runtime.text import EngineTokenizer
@@ -170,11 +173,35 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--engine", type=Path, default=DEFAULT_ENGINE, help="engine directory (%(default)s)")
     add("--policies", default="all", help="names separated by commas (%(default)s)")
+    add("--set", action="append", default=[], metavar="FIELD=JSON", help="change a field of the policies but full, "
+        "such as absorb_gate=null or budget_ratio=0.5; may be given again")  # fmt: skip
     add("--conversations", type=int, default=6, help="conversations per policy (%(default)s)")
-    add("--turns", type=int, default=11, help="turns of each; 11 are about 2,200 tokens (%(default)s)")
+    add("--turns", type=int, default=11, help="turns of each; 11 are about 1,450 tokens (%(default)s)")
     add("--kv-mib", type=int, default=1024, help="KV memory in MiB (%(default)s)")
     add("--output", type=Path, default=REPO_ROOT / "out" / "eval", help="(%(default)s)")
     return parser
+
+
+def varied(policy: Policy, changes: Sequence[str]) -> Policy:
+    """`policy` with FIELD=JSON changes, named after them. Raises ConfigError."""
+    known = {field.name for field in fields(Policy)} - {"name", "schedule", "protection"}
+    values: dict[str, Any] = {}
+    for change in changes:
+        name, _, text = change.partition("=")
+        if name not in known:
+            raise ConfigError(f"--set: got {change!r}, expected FIELD=JSON with a field of {', '.join(sorted(known))}")
+        try:
+            values[name] = json.loads(text)
+        except ValueError:
+            raise ConfigError(
+                f"--set: got {change!r}, expected JSON after '=', such as 0.5, null or \"int8\""
+            ) from None
+    try:
+        return replace(policy, name=f"{policy.name} {' '.join(changes)}", **values) if values else policy
+    except TypeError as error:
+        raise ConfigError(
+            f"--set: got {', '.join(changes)}, expected values of the fields' own types ({error})"
+        ) from None
 
 
 def evaluate(args: argparse.Namespace) -> list[Score]:
@@ -183,7 +210,9 @@ def evaluate(args: argparse.Namespace) -> list[Score]:
         if getattr(args, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, expected at least {least}")
     names = list(ALL_POLICIES) if args.policies == "all" else args.policies.split(",")
-    policies = [FULL, *(get_policy(name).name for name in names if name != FULL)]
+    variants = [varied(get_policy(name), args.set) for name in names if name != FULL]
+    ALL_POLICIES.update({policy.name: policy for policy in variants})  # of this process, so that requests can name them
+    policies = [FULL, *(policy.name for policy in variants)]
     evaluator = Evaluator(args.engine, args.kv_mib)
     tasks = [make_task(seed, args.turns) for seed in range(args.conversations)]
     answers: dict[str, list[Answers]] = {policy: [] for policy in policies}

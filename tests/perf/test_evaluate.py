@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import runtime.policy.registry as registry
-from perf.evaluate import Answers, main, score, table
+from perf.evaluate import Answers, main, score, table, varied
 from perf.tasks import NUM_FACTS, NUM_UPDATES, make_task
 from runtime.policy.base import Schedule
 
@@ -61,7 +61,25 @@ def test_a_run_measures_bytes(tiny_engine_dir: Path, tmp_path: Path, monkeypatch
     assert (tmp_path / "quality.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["--policies", "magic"], "magic"), (["--turns", "0"], "--turns")])
+def test_variants_are_named_after_their_changes() -> None:
+    base = registry.ALL_POLICIES["commitkv"]
+    policy = varied(base, ["absorb_gate=null", "budget_ratio=0.5"])
+    assert (policy.absorb_gate, policy.budget_ratio) == (None, 0.5)
+    assert policy.name == "commitkv absorb_gate=null budget_ratio=0.5"
+    assert varied(base, []) is base
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", "magic"], "magic"),
+        (["--turns", "0"], "--turns"),
+        (["--set", "magic=1"], "magic"),
+        (["--set", "budget_ratio=2"], "budget_ratio"),
+        (["--set", 'budget_ratio="much"'], "budget_ratio"),
+        (["--set", "budget_ratio=much"], "JSON"),
+    ],
+)
 def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
