@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -12,6 +13,9 @@ from tokenizers import Tokenizer
 
 from runtime.config import ModelSpec
 from runtime.errors import CheckpointError
+
+MAX_LAYERS = 10_000
+MAX_SIZE = 1 << 30
 
 Kind = Literal["gguf", "huggingface", "tensorrt_llm"]
 
@@ -95,8 +99,17 @@ def check_shape_rules(spec: ModelSpec, where: Path) -> None:
         "positions": spec.max_positions,
     }
     for name, value in sizes.items():
-        if value < 1:
-            raise CheckpointError(f"{where}: {name} is {value}, expected at least 1; the configuration is damaged")
+        most = MAX_LAYERS if name == "layers" else MAX_SIZE
+        if not 1 <= value <= most:
+            raise CheckpointError(f"{where}: {name} is {value}, expected 1 to {most:,}; the configuration is damaged")
+    rope = spec.rope
+    factors = (rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.beta_fast, rope.beta_slow)
+    numbers = {"rms epsilon": spec.rms_eps, "rope theta": rope.theta, "rope attention factor": rope.attention_factor}
+    for name, number in (*numbers.items(), *(("rope factor", factor) for factor in factors)):
+        if not 0 < number < math.inf:
+            raise CheckpointError(
+                f"{where}: {name} is {number}, expected a finite number above 0; the configuration is damaged"
+            )
     if spec.num_q_heads % spec.num_kv_heads:
         raise CheckpointError(
             f"{where}: {spec.num_q_heads} query heads over {spec.num_kv_heads} KV heads, expected a multiple; "
