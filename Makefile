@@ -24,9 +24,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  "setup: got Python %d.%d, expected 3.11 or 3.12; run make PYTHON=python3.12" % v)'
 	@echo "setup 1/3: virtual environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@echo "setup 2/3: packages of pyproject.toml at the versions of constraints.txt (about 1 GB with the CPU torch)"
+	@echo "setup 2/3: packages of pyproject.toml at the versions of constraints.txt (about 1.5 GB with the CPU torch)"
 	@$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check -q -c constraints.txt \
-	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[serve,perf,dev]'
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --editable '.[serve,perf,dev,kernels,rtx]'
 	@echo "setup 3/3: Triton Inference Server 2.51 (wheel nvidia-pytriton, 55 MB, without its Python dependencies)"
 	@$(BIN)/python -m pip install --progress-bar on --disable-pip-version-check -q --no-deps nvidia-pytriton==0.7.0
 	@touch $@
