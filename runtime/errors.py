@@ -45,3 +45,11 @@ class OutOfMemoryError(CommitKVError):
 
 class ServerStoppingError(CommitKVError):
     """The engine is shutting down and takes no new work."""
+
+
+class DeviceError(CommitKVError):
+    """A GPU, driver or library that is missing, too small, or of another kind than the engine was built for."""
+
+
+class TableError(CommitKVError):
+    """A table whose ids or lengths lie outside the arenas; nothing was launched."""

@@ -18,6 +18,7 @@ from plugins.commit.line import draw_line
 from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
 from plugins.commit.publish import publish
 from plugins.memory import KvMemory
+from plugins.staging import TableStaging
 from runtime.config import EngineLimits, ModelSpec
 from runtime.kv_storage import KvStorage
 from runtime.sampling import sample
@@ -34,7 +35,8 @@ from runtime.step import (
     StepResult,
     int32,
 )
-from runtime.step_tables import StepRows, TableBuilder, int64_tensor
+from runtime.step_tables import StepRows, TableBuilder, int32_tensor, int64_tensor
+from runtime.table_checks import TableBounds, TableChecks
 
 
 class KvStep(Protocol):
@@ -113,13 +115,36 @@ class _PagedStep:
         return out
 
 
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """What a decoder reads.   token_ids, positions [rows], logit_rows [n]: int64, int32 on a device."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    kv: _PagedStep
+    logit_rows: torch.Tensor
+
+
 class TorchExecutor:
-    """`runtime.step.Executor` on a CPU."""
+    """`runtime.step.Executor` where torch runs: on a CPU, or on a GPU with the forms that launch our kernels.
+
+    On a GPU all tables of a step go down in one copy and its tokens come up in one. Attention's tables stay host
+    tensors until its form has laid out tiles over them; it puts them into the same copy.
+    """
 
     def __init__(
-        self, decoder: Decoder, spec: ModelSpec, limits: EngineLimits, storage: KvStorage, forms: Forms = TORCH_FORMS
+        self,
+        decoder: Decoder,
+        spec: ModelSpec,
+        limits: EngineLimits,
+        storage: KvStorage,
+        forms: Forms = TORCH_FORMS,
+        staging: TableStaging | None = None,
     ) -> None:
+        """staging: what the forms for a device were made with; None for forms that read host tables."""
         self._decoder, self._limits, self._storage, self._forms = decoder, limits, storage, forms
+        self._staging = staging
+        self._checks = TableChecks(TableBounds.of(spec, limits, storage.num_pages), storage)
         self._scale = spec.head_dim**-0.5
         self._tables = TableBuilder(spec)
         self._memory: dict[str, KvMemory] = {}  # by block format
@@ -131,14 +156,14 @@ class TorchExecutor:
         if not plan.sequences:
             return StepResult()
         sequences = sorted(plan.sequences, key=lambda s: s.view.blocks.format if s.view.blocks.num_blocks else "")
-        step, token_ids, positions = self._prepare([StepRows.of(s) for s in sequences])
-        logit_rows, sampled, last = [], [], -1
+        logit_rows, sampled, last = int32(), [], -1
         for sequence in sequences:
             last += len(sequence.token_ids)
             if sequence.sample is not None:
                 logit_rows.append(last)
                 sampled.append((sequence.handle, sequence.sample))
-        logits = self._decoder.forward(token_ids, positions, step, torch.tensor(logit_rows, dtype=torch.int64))
+        step = self._prepare([StepRows.of(s) for s in sequences], logit_rows)
+        logits = self._decoder.forward(step.token_ids, step.positions, step.kv, step.logit_rows)
         assert logits is not None, "a step cannot be interrupted"
         if not sampled:
             return StepResult()
@@ -154,10 +179,10 @@ class TorchExecutor:
         num_rows = len(plan.token_ids)
         record = bytes(i >= plan.first_scored_row for i in range(num_rows))
         rows = StepRows(plan.token_ids, plan.first_position, plan.slots, plan.view, record, plan.record_skip)
-        step, token_ids, positions = self._prepare([rows])
+        step = self._prepare([rows], int32())
         with self._scores_put_back(plan.view) as put_back:
-            no_rows = torch.zeros(0, dtype=torch.int64)
-            done = self._decoder.forward(token_ids, positions, step, no_rows, interrupted) is not None
+            forward = self._decoder.forward
+            done = forward(step.token_ids, step.positions, step.kv, step.logit_rows, interrupted) is not None
             if not done:
                 put_back()
         return done
@@ -168,22 +193,24 @@ class TorchExecutor:
         self._decided = None
         num_rows = len(plan.token_ids)
         rows = StepRows(plan.token_ids, plan.first_position, plan.slots, plan.view, bytes(num_rows), plan.record_skip)
-        step, token_ids, positions = self._prepare([rows])
-        logits = self._decoder.forward(token_ids, positions, step, torch.tensor([num_rows - 1]))
+        step = self._prepare([rows], int32([num_rows - 1]))
+        logits = self._decoder.forward(step.token_ids, step.positions, step.kv, step.logit_rows)
         assert logits is not None, "nothing interrupts it"
         return logits[0]
 
     @torch.inference_mode()
     def draw_line(self, plan: LinePlan) -> LineResult:
         rules = plan.rules
-        params = LineParams(
-            int64_tensor(plan.staged_slots),
-            _row_table(plan.blocks),
-            plan.keep_entries,
-            rules.floor_entries,
-            rules.layer_scale,
-            rules.protect_outlier_z,
-        )
+        self._check_commit(plan.blocks, staged_slots=plan.staged_slots)
+        with self._uploads() as put:
+            params = LineParams(
+                put(int64_tensor(plan.staged_slots)),
+                _row_table(plan.blocks, put),
+                plan.keep_entries,
+                rules.floor_entries,
+                rules.layer_scale,
+                rules.protect_outlier_z,
+            )
         decision = self._forms.draw_line(self._memory_of(plan.blocks.format), params)
         self._decided = (plan, decision)
         new_kept, alive = decision.staged_keep.sum(dim=1), decision.alive.sum(dim=1)
@@ -194,16 +221,18 @@ class TorchExecutor:
         decided, self._decided = self._decided, None
         assert decided is not None and decided[0] is plan.line, "publish must follow its draw_line at once"
         assert plan.blocks.format == plan.line.blocks.format
-        params = PublishParams(
-            int64_tensor(plan.line.staged_slots),
-            _row_table(plan.line.blocks),
-            int64_tensor(plan.dissolve).bool(),
-            _row_table(plan.blocks),
-            int64_tensor(plan.new_block).bool(),
-            plan.line.rules.absorb_gate,
-            int64_tensor(plan.move_from),
-            int64_tensor(plan.move_to),
-        )
+        self._check_commit(plan.blocks, move_from=plan.move_from, move_to=plan.move_to)
+        with self._uploads() as put:
+            params = PublishParams(
+                put(int64_tensor(plan.line.staged_slots)),
+                _row_table(plan.line.blocks, put),
+                put(int64_tensor(plan.dissolve).bool()),
+                _row_table(plan.blocks, put),
+                put(int64_tensor(plan.new_block).bool()),
+                plan.line.rules.absorb_gate,
+                put(int64_tensor(plan.move_from)),
+                put(int64_tensor(plan.move_to)),
+            )
         return PublishResult(*self._forms.publish(self._memory_of(plan.blocks.format), params, decided[1]))
 
     def release(self, page_ids: array[int], blocks: BlockTable | None) -> None:
@@ -220,20 +249,42 @@ class TorchExecutor:
             self._memory[block_format] = memory
         return memory
 
-    def _prepare(self, sequences: list[StepRows]) -> tuple[_PagedStep, torch.Tensor, torch.Tensor]:
-        """The step's storage side, token ids and positions. Sequences of one block format must be adjacent."""
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slots = int32()
+    def _prepare(self, sequences: list[StepRows], logit_rows: array[int]) -> _Step:
+        """A step's tables, on the device. Sequences of one block format must be adjacent."""
+        token_ids, positions, slots = int32(), int32(), int32()
         for rows in sequences:
+            if self._staging is not None:
+                self._checks.rows(rows)
             assert len(rows.slots) == len(rows.token_ids) == len(rows.record)
             token_ids.extend(rows.token_ids)
             positions.extend(range(rows.first_position, rows.first_position + len(rows.token_ids)))
             slots.extend(rows.slots)
-        groups = list(self._groups(sequences))
+        with self._uploads() as put:
+            indices = [put(self._index(x)) for x in (token_ids, positions, slots, logit_rows)]
+            groups = list(self._groups(sequences))
         memory = self._memory_of(self._limits.kv_dtype)  # of which append needs the pages only
-        step = _PagedStep(self._forms.append, int64_tensor(slots), memory, groups)
-        return step, torch.tensor(token_ids, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64)
+        kv = _PagedStep(self._forms.append, indices[2], memory, groups)
+        return _Step(indices[0], indices[1], kv, indices[3])
+
+    def _index(self, values: array[int]) -> torch.Tensor:
+        """int32 for kernels, int64 for the forms of a CPU."""
+        return int64_tensor(values) if self._staging is None else int32_tensor(values)
+
+    @contextmanager
+    def _uploads(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Gives `put`, whose results hold their values once this ends."""
+        if self._staging is None:
+            yield lambda table: table
+            return
+        self._staging.begin()
+        yield self._staging.put
+        self._staging.flush()
+
+    def _check_commit(self, blocks: BlockTable, **slots: array[int]) -> None:
+        if self._staging is not None:
+            self._checks.blocks(blocks)
+            for name, values in slots.items():
+                self._checks.slots(name, values)
 
     def _groups(self, sequences: list[StepRows]) -> Iterator[_Group]:
         """Cuts sequences where the block format changes; those without blocks go with whatever is beside them."""
@@ -256,10 +307,11 @@ class TorchExecutor:
     @contextmanager
     def _scores_put_back(self, view: KvView) -> Iterator[Callable[[], None]]:
         """Copies of the scores that `view` can reach; the function given restores them."""
-        pages = int64_tensor(view.page_ids)
+        device = self._storage.device
+        pages = int64_tensor(view.page_ids).to(device)
         seen = [s.index_select(0, pages) for s in self._storage.seen]
         arena = self._storage.blocks(view.blocks.format) if view.blocks.num_blocks else None
-        ids = int64_tensor(view.blocks.ids)
+        ids = int64_tensor(view.blocks.ids).to(device)
         score = arena.score.index_select(0, ids) if arena is not None else None
 
         def put_back() -> None:
@@ -271,5 +323,5 @@ class TorchExecutor:
         yield put_back
 
 
-def _row_table(table: BlockTable) -> RowTable:
-    return RowTable(tuple(table.starts), int64_tensor(table.ids), int64_tensor(table.lens))
+def _row_table(table: BlockTable, put: Callable[[torch.Tensor], torch.Tensor]) -> RowTable:
+    return RowTable(tuple(table.starts), put(int64_tensor(table.ids)), put(int64_tensor(table.lens)))

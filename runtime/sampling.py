@@ -16,7 +16,8 @@ from runtime.step import SampleSpec
 def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int, float | None]]:
     """logits [n, vocab] fp32, one spec per row; returns (token id, log-probability or None) per row.
 
-    Log-probabilities are of the distribution the model gave: before penalties, temperature and truncation.
+    Log-probabilities are of the distribution the model gave: before penalties, temperature and truncation. Everything
+    is computed where the logits lie and comes up at once, at the end.
     """
     assert logits.shape[0] == len(specs)
     adjusted = logits
@@ -24,13 +25,20 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[tuple[int,
         adjusted = logits.clone()
         for row, spec in zip(adjusted, specs, strict=True):
             _penalize(row, spec)
-    tokens: list[int] = adjusted.argmax(dim=-1).tolist()
+    tokens = adjusted.argmax(dim=-1)
     drawn = [i for i, spec in enumerate(specs) if not _is_greedy(spec)]
     if drawn:
-        picked = _draw(adjusted[drawn], [specs[i] for i in drawn])
-        for i, token in zip(drawn, picked, strict=True):
-            tokens[i] = token
-    return [(token, _logprob(logits[i], token, specs[i])) for i, token in enumerate(tokens)]
+        rows = torch.tensor(drawn, device=logits.device)
+        tokens[rows] = _draw(adjusted[rows], [specs[i] for i in drawn])
+    if not any(spec.want_logprob for spec in specs):
+        return [(token, None) for token in tokens.tolist()]
+    wide = logits.double()
+    logprobs = wide.gather(1, tokens[:, None])[:, 0] - wide.logsumexp(dim=-1)
+    pairs = torch.stack((tokens.double(), logprobs), dim=1).tolist()  # token ids are exact in float64
+    return [
+        (int(token), logprob if spec.want_logprob else None)
+        for (token, logprob), spec in zip(pairs, specs, strict=True)
+    ]
 
 
 def _is_greedy(spec: SampleSpec) -> bool:
@@ -51,13 +59,7 @@ def _penalize(row: torch.Tensor, spec: SampleSpec) -> None:
         row[list(spec.forbidden)] = -torch.inf
 
 
-def _logprob(row: torch.Tensor, token: int, spec: SampleSpec) -> float | None:
-    if not spec.want_logprob:
-        return None
-    return float(row[token].double() - row.double().logsumexp(dim=-1))
-
-
-def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
     """Truncates and draws, all rows at once; every operation works within a row."""
     # Largest logit 0, so that no temperature, however small, can overflow.
     scaled = logits.double() - logits.amax(dim=-1, keepdim=True)
@@ -74,7 +76,7 @@ def _draw(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     picked = torch.searchsorted(cumulative, target, right=True)
     # Rounding may put the target on the very end: the last token that has any probability is the answer then.
     last = probs.shape[1] - 1 - (probs > 0).int().flip(-1).argmax(dim=-1, keepdim=True)
-    return torch.minimum(picked, last)[:, 0].tolist()
+    return torch.minimum(picked, last)[:, 0]
 
 
 def _column(values: list[float], device: torch.device) -> torch.Tensor:

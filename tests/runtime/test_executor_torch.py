@@ -14,7 +14,7 @@ from builder.model import weight_recipes
 from plugins.layout import CODE_BITS
 from runtime.config import EngineLimits, ModelSpec, RopeSpec
 from runtime.executor_torch import TORCH_FORMS, TorchExecutor
-from runtime.kv_storage import KvStorage
+from runtime.kv_storage import ArenaPlace, KvStorage
 from runtime.step import (
     BlockTable,
     CommitRules,
@@ -116,7 +116,7 @@ NATIVE_DECODER, NATIVE = choose_forms(2)
 @pytest.fixture(params=["torch", "native"])
 def bench(request: pytest.FixtureRequest) -> Bench:
     spy = LogitsSpy(TORCH_DECODER_FORMS if request.param == "torch" else NATIVE_DECODER)
-    storage = KvStorage(SPEC, LIMITS, 64, dict.fromkeys(CODE_BITS, 200), poison=True)
+    storage = KvStorage(SPEC, LIMITS, 64, dict.fromkeys(CODE_BITS, 200), ArenaPlace(poison=True))
     return Bench(
         spy, storage, TorchExecutor(spy, SPEC, LIMITS, storage, TORCH_FORMS if request.param == "torch" else NATIVE)
     )

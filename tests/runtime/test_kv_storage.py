@@ -9,7 +9,7 @@ import torch
 
 from runtime.config import EngineLimits, ModelSpec, RopeSpec
 from runtime.errors import ConfigError
-from runtime.kv_storage import KvStorage
+from runtime.kv_storage import ArenaPlace, KvStorage
 
 SPEC = ModelSpec("llama", 2, 64, 128, 6, 3, 64, 100, 1e-5, RopeSpec(10000.0), 1024, True)
 LIMITS = EngineLimits(page_tokens=16, block_entries=64)
@@ -74,7 +74,7 @@ def test_release_never_touches_neighbours(name: str) -> None:
 @pytest.mark.parametrize("kv_dtype", ["fp32", "bf16", "fp16"])
 def test_poison_is_nan_in_every_format(kv_dtype: str) -> None:
     limits = EngineLimits(kv_dtype=kv_dtype, page_tokens=8, block_entries=16)  # type: ignore[arg-type]
-    storage = KvStorage(SPEC, limits, 6, {"int8": 8}, poison=True)
+    storage = KvStorage(SPEC, limits, 6, {"int8": 8}, ArenaPlace(poison=True))
     arena = storage.blocks("int8")
     assert storage.pages[0].isnan().all() and storage.seen[0].isnan().all() and arena.score.isnan().all()
     storage.pages[1][:] = 1
