@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import get_args
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:  # run as a script: only the script's own folder is on the path
@@ -27,13 +28,13 @@ except ModuleNotFoundError as missing:
     )
 
 from builder.default_model import ENGINE_NAME, default_gguf  # noqa: E402
-from builder.engine_writer import check_output, check_tensors, write_engine  # noqa: E402
+from builder.engine_writer import WeightForm, check_output, check_tensors, write_engine  # noqa: E402
 from builder.plan_report import memory_report, parse_bytes  # noqa: E402
 from builder.weights.checkpoint import Checkpoint, parse_tokenizer  # noqa: E402
 from builder.weights.detect import read_checkpoint  # noqa: E402
-from plugins.linear.cpu import has_fast_bf16  # noqa: E402
+from plugins.linear.native import runs_bf16  # noqa: E402
 from runtime import manifest  # noqa: E402
-from runtime.config import DTYPE_BYTES, DType, EngineLimits  # noqa: E402
+from runtime.config import DTYPE_BYTES, DType, EngineLimits, WeightDType  # noqa: E402
 from runtime.errors import CheckpointError, CommitKVError, ConfigError, ManifestError  # noqa: E402
 from runtime.manifest import EngineFile, Manifest, SourceModel, TokenInfo  # noqa: E402
 from runtime.policy.registry import ALL_POLICIES, get_policy  # noqa: E402
@@ -58,7 +59,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype",
         choices=("auto", *DTYPE_BYTES),
         default="auto",
-        help="weights and activations (auto: bf16 where the CPU multiplies it natively, else fp32)",
+        help="weights and activations (auto: bf16 where a kernel for it runs on this CPU, else fp32)",
+    )
+    add(
+        "--weight-dtype",
+        choices=get_args(WeightDType),
+        default=EngineLimits.weight_dtype,
+        help="matrices: as --dtype, or int8 with one scale per output (default %(default)s)",
     )
     add("--kv-dtype", choices=tuple(DTYPE_BYTES), help="active pages (default: as --dtype)")
     for name, text in (
@@ -100,7 +107,7 @@ def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimit
             f"{checkpoint.spec.name}: attention slides over {window} tokens, expected no window shorter than the "
             f"engine's {length}; pass --max-seq-len {window} or less, up to which the answers are exact"
         )
-    dtype: DType = args.dtype if args.dtype != "auto" else ("bf16" if has_fast_bf16() else "fp32")
+    dtype: DType = args.dtype if args.dtype != "auto" else ("bf16" if runs_bf16() else "fp32")
     get_policy(args.policy)
     return EngineLimits(
         dtype=dtype,
@@ -110,6 +117,7 @@ def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimit
         page_tokens=args.page_tokens,
         block_entries=args.block_entries,
         policy=args.policy,
+        weight_dtype=args.weight_dtype,
     )
 
 
@@ -183,7 +191,7 @@ def build(args: argparse.Namespace) -> None:
     def with_files(files: tuple[EngineFile, ...]) -> Manifest:
         return dataclasses.replace(wanted, files=files)
 
-    write_engine(checkpoint, limits.dtype, output, with_files)
+    write_engine(checkpoint, WeightForm(limits.dtype, limits.weight_dtype == "int8"), output, with_files)
     size = sum(path.stat().st_size for path in output.iterdir())
     print(f"built {output}: {limits.dtype}, {size / 1e6:.0f} MB, {time.monotonic() - started:.1f} s")
 

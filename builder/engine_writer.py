@@ -13,15 +13,17 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from tqdm import tqdm
 
-from builder.lower_torch import TORCH_DTYPE
+from builder.lower_torch import SCALE_SUFFIX, TORCH_DTYPE
 from builder.model import WeightRecipe, weight_recipes
 from builder.weights.checkpoint import Checkpoint, TensorSource
+from plugins.linear.params import Int8Weight
 from runtime.errors import CheckpointError, ConfigError
 from runtime.manifest import (
     CHAT_TEMPLATE_FILE,
@@ -34,7 +36,36 @@ from runtime.manifest import (
     write,
 )
 
-_SAFETENSORS_NAME = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_SAFETENSORS_NAME = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """dtype: of activations and of what is no matrix.   int8: matrices become codes with a scale per output."""
+
+    dtype: str
+    int8: bool = False
+
+    def source_dtype(self, recipe: WeightRecipe) -> torch.dtype:
+        """What `store` takes: codes are found from the most exact values there are."""
+        exact = recipe.is_norm or (self.int8 and len(recipe.shape) == 2)
+        return torch.float32 if exact else TORCH_DTYPE[self.dtype]
+
+    def columns(self, recipe: WeightRecipe) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+        """Name, type and shape of each tensor that one engine weight is stored as."""
+        if self.int8 and len(recipe.shape) == 2:
+            return [
+                (recipe.name, torch.int8, recipe.shape),
+                (recipe.name + SCALE_SUFFIX, torch.float32, recipe.shape[:1]),
+            ]
+        return [(recipe.name, self.source_dtype(recipe), recipe.shape)]
+
+    def store(self, data: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What `columns` names, of one engine weight in its own dtype."""
+        if self.int8 and data.dim() == 2:
+            weight = Int8Weight.of(data)
+            return weight.codes, weight.scale
+        return (data,)
 
 
 def check_tensors(checkpoint: Checkpoint) -> None:
@@ -55,7 +86,7 @@ def check_tensors(checkpoint: Checkpoint) -> None:
 
 
 def write_engine(
-    checkpoint: Checkpoint, dtype: str, output: Path, make_manifest: Callable[[tuple[EngineFile, ...]], Manifest]
+    checkpoint: Checkpoint, form: WeightForm, output: Path, make_manifest: Callable[[tuple[EngineFile, ...]], Manifest]
 ) -> None:
     """Build the directory `output`. make_manifest gets the finished files. Leaves nothing half-written behind.
 
@@ -69,7 +100,7 @@ def write_engine(
             output.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            files = [_write_weights(checkpoint, dtype, temporary / WEIGHTS_FILE)]
+            files = [_write_weights(checkpoint, form, temporary / WEIGHTS_FILE)]
             files.append(_write_text(temporary / TOKENIZER_FILE, checkpoint.tokenizer.tokenizer_json))
             if checkpoint.tokenizer.chat_template is not None:
                 files.append(_write_text(temporary / CHAT_TEMPLATE_FILE, checkpoint.tokenizer.chat_template))
@@ -92,16 +123,15 @@ def check_output(output: Path) -> None:
         )
 
 
-def _write_weights(checkpoint: Checkpoint, dtype: str, path: Path) -> EngineFile:
+def _write_weights(checkpoint: Checkpoint, form: WeightForm, path: Path) -> EngineFile:
     """The safetensors form, streamed: header first, since shapes and types are known before any weight is read."""
     recipes = weight_recipes(checkpoint.spec)
     header, total = {}, 0
     for recipe in recipes:
-        kind = torch.float32 if recipe.is_norm else TORCH_DTYPE[dtype]
-        size = kind.itemsize * torch.Size(recipe.shape).numel()
-        offsets = [total, total + size]
-        header[recipe.name] = {"dtype": _SAFETENSORS_NAME[kind], "shape": recipe.shape, "data_offsets": offsets}
-        total += size
+        for name, kind, shape in form.columns(recipe):
+            size = kind.itemsize * torch.Size(shape).numel()
+            header[name] = {"dtype": _SAFETENSORS_NAME[kind], "shape": shape, "data_offsets": [total, total + size]}
+            total += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 16 + 8)  # data starts 16-byte aligned after the 8 length bytes
     free = shutil.disk_usage(path.parent).free
@@ -112,9 +142,9 @@ def _write_weights(checkpoint: Checkpoint, dtype: str, path: Path) -> EngineFile
     with path.open("wb") as stream, bar:
         _put(stream, digest.update, len(text).to_bytes(8, "little") + text)
         for recipe in recipes:
-            data = _convert(recipe, checkpoint.tensors, torch.float32 if recipe.is_norm else TORCH_DTYPE[dtype])
-            _put(stream, digest.update, data.view(torch.uint8).numpy().reshape(-1).data)
-            bar.update(data.numel() * data.itemsize)
+            for data in form.store(_convert(recipe, checkpoint.tensors, form.source_dtype(recipe))):
+                _put(stream, digest.update, data.view(torch.uint8).numpy().reshape(-1).data)
+                bar.update(data.numel() * data.itemsize)
         stream.flush()
         os.fsync(stream.fileno())
     return EngineFile(path.name, path.stat().st_size, digest.hexdigest())

@@ -18,13 +18,15 @@ from builder.model import EMBEDDING, HEAD, DecoderModel, weight_recipes
 from builder.rope import inverse_frequencies, rotary_tables
 from builder.weights.safetensors_files import open_file
 from plugins.linear.cpu import TorchLinear
-from plugins.linear.params import LinearForm, Product
+from plugins.linear.params import Int8Weight, LinearForm, Product, Weight
 from plugins.pointwise.cpu import TorchPointwise
 from plugins.pointwise.params import Pointwise
 from runtime.config import ModelSpec
 from runtime.errors import ManifestError
 
 TORCH_DTYPE: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+SCALE_SUFFIX = ".scale"  # of the scales of a matrix stored as INT8
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 
@@ -59,9 +61,11 @@ TORCH_DECODER_FORMS = DecoderForms(TorchLinear(), TorchPointwise())
 
 @dataclass(frozen=True, eq=False)
 class _Weights:
-    """tensors: embedding and norms.   products: everything that is multiplied."""
+    """dtype: of activations.   tables: embedding and head.   products: everything that is multiplied."""
 
-    tensors: dict[str, torch.Tensor]
+    dtype: torch.dtype
+    norms: dict[str, torch.Tensor]
+    tables: dict[str, Weight]
     products: dict[str, Product]
 
 
@@ -86,28 +90,41 @@ class TorchDecoder:
         self._weights = self._load(weights, forms.linear)
 
     def _load(self, weights: Mapping[str, torch.Tensor], form: LinearForm) -> _Weights:
-        loaded = _Weights({}, {})
+        loaded = _Weights(self.dtype, {}, {}, {})
         biases = {names.qkv: names.qkv_bias for names in self.model.layers if names.qkv_bias}
-        # Forms repack bf16 weights; a copy of the rest then lets go of the mapped file, which would stay resident.
-        copies = self.device.type == "cpu" and self.dtype == torch.bfloat16
-
-        def read(recipe_name: str, dtype: torch.dtype) -> torch.Tensor:
-            return weights[recipe_name].to(self.device, dtype)
-
         for recipe in weight_recipes(self.spec):
-            if recipe.name in biases.values():
+            name = recipe.name
+            if name in biases.values():
                 continue
-            data = read(recipe.name, torch.float32 if recipe.is_norm else self.dtype)
-            assert tuple(data.shape) == recipe.shape, f"{recipe.name}: {tuple(data.shape)} is not {recipe.shape}"
-            if recipe.is_norm or recipe.name in (EMBEDDING, HEAD):
-                data = data.clone() if copies else data
-                loaded.tensors[recipe.name] = data
-                if recipe.name == self.model.head:
-                    loaded.products[recipe.name] = form.logits(data)
+            if recipe.is_norm:
+                loaded.norms[name] = self._owned(weights[name].to(self.device, torch.float32))
+                continue
+            data = self._read_matrix(weights, name)
+            shape = (data.codes if isinstance(data, Int8Weight) else data).shape
+            assert tuple(shape) == recipe.shape, f"{name}: {tuple(shape)} is not {recipe.shape}"
+            if name in (EMBEDDING, HEAD):
+                loaded.tables[name] = data
+                if name == self.model.head:
+                    loaded.products[name] = form.logits(data)
             else:
-                bias = biases.get(recipe.name)
-                loaded.products[recipe.name] = form.linear(data, None if bias is None else read(bias, self.dtype))
+                bias = biases.get(name)
+                wide = None if bias is None else weights[bias].to(self.device, self.dtype)
+                loaded.products[name] = form.linear(data, wide)
         return loaded
+
+    def _read_matrix(self, weights: Mapping[str, torch.Tensor], name: str) -> Weight:
+        is_table = name in (EMBEDDING, HEAD)
+        data = weights[name]
+        if data.dtype == torch.int8:
+            codes = data.to(self.device)
+            scale = weights[name + SCALE_SUFFIX].to(self.device).clone()
+            return Int8Weight(codes.clone() if is_table else codes, scale)
+        data = data.to(self.device, self.dtype)
+        return self._owned(data) if is_table else data
+
+    def _owned(self, data: torch.Tensor) -> torch.Tensor:
+        """A copy in bf16: other matrices are repacked, so the mapped file can go if nothing else holds it."""
+        return data.clone() if self.device.type == "cpu" and self.dtype == torch.bfloat16 else data
 
     @torch.inference_mode()
     def forward(
@@ -139,26 +156,27 @@ class _TorchOps:
 
     def __init__(self, spec: ModelSpec, weights: _Weights, kv: KvStep, pointwise: Pointwise, step: _StepInput) -> None:
         self._spec = spec
-        self._tensors, self._products = weights.tensors, weights.products
+        self._weights, self._products = weights, weights.products
         self._kv = kv
         self._pointwise = pointwise
         self._step = step
         self._head_split = [spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads]
 
     def embed(self, weight: str) -> torch.Tensor:
-        return F.embedding(self._step.token_ids, self._tensors[weight])
+        table, ids = self._weights.tables[weight], self._step.token_ids
+        return table.rows(ids, self._weights.dtype) if isinstance(table, Int8Weight) else F.embedding(ids, table)
 
     def linear(self, x: torch.Tensor, weight: str, bias: str | None) -> torch.Tensor:
         return self._products[weight](x)
 
     def rms_norm(self, x: torch.Tensor, weight: str) -> torch.Tensor:
-        return self._pointwise.rms_norm(x, self._tensors[weight], self._spec.rms_eps)
+        return self._pointwise.rms_norm(x, self._weights.norms[weight], self._spec.rms_eps)
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return a + b
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, weight: str) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._pointwise.add_norm(x, delta, self._tensors[weight], self._spec.rms_eps)
+        return self._pointwise.add_norm(x, delta, self._weights.norms[weight], self._spec.rms_eps)
 
     def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
         return self._pointwise.gated_silu(gate_up)
@@ -217,5 +235,11 @@ def load_decoder(
             raise ManifestError(
                 f"engine: {weights_file} holds {recipe.name} with shape {shape}, the manifest expects "
                 f"{list(recipe.shape)}: one of them was changed; build the engine again with builder/build.py"
+            )
+        scale = weights.shape(recipe.name + SCALE_SUFFIX)
+        if scale is not None and scale != [recipe.shape[0]]:
+            raise ManifestError(
+                f"engine: {weights_file} holds {recipe.name}{SCALE_SUFFIX} with shape {scale}, expected "
+                f"{[recipe.shape[0]]}; build the engine again with builder/build.py"
             )
     return TorchDecoder(spec, weights, dtype, device, forms)

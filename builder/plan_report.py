@@ -27,7 +27,7 @@ def memory_report(model: ModelSpec, limits: EngineLimits, kv_memory_bytes: int) 
     lines = [
         f"memory plan of {model.name} ({model.family}, {model.num_layers} layers, {model.num_q_heads} query and "
         f"{model.num_kv_heads} KV heads of {model.head_dim})",
-        f"  weights               {_size(weight_bytes(model, limits.dtype))} in {limits.dtype}",
+        f"  weights               {_weights(model, limits)}",
         f"  KV of one token, full {model.kv_token_bytes(limits.kv_dtype):,} B in {limits.kv_dtype}",
         f"  conversations of {length} tokens, at rest after a commit, in {_size(kv_memory_bytes)} of KV memory:",
         "",
@@ -51,3 +51,9 @@ def _size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1024
     return f"{num_bytes:.2f} GiB"
+
+
+def _weights(model: ModelSpec, limits: EngineLimits) -> str:
+    size = _size(weight_bytes(model, limits.dtype, limits.weight_dtype))
+    kind = limits.dtype if limits.weight_dtype == "same" else f"{limits.weight_dtype}, {limits.dtype} activations"
+    return f"{size} in {kind}"

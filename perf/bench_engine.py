@@ -17,7 +17,7 @@ import torch
 from perf.profile_step import filler
 from runtime import kv_state
 from runtime import manifest as manifests
-from runtime.config import RuntimeConfig
+from runtime.config import DTYPE_BYTES, RuntimeConfig
 from runtime.conversation import Conversation
 from runtime.engine import Engine
 from runtime.executor_torch import TorchExecutor
@@ -85,8 +85,12 @@ class BenchEngine:
     @property
     def read_weight_bytes(self) -> int:
         """Weights that every step reads: all of them, less an embedding that is not the head as well."""
-        table = 0 if self.spec.tied_embeddings else self.spec.vocab_size * self.spec.hidden_size
-        return weight_bytes(self.spec, self.limits.dtype) - table * {"fp32": 4}.get(self.limits.dtype, 2)
+        limits = self.limits
+        total = weight_bytes(self.spec, limits.dtype, limits.weight_dtype)
+        if self.spec.tied_embeddings:
+            return total
+        element_bytes = 1 if limits.weight_dtype == "int8" else DTYPE_BYTES[limits.dtype]
+        return total - self.spec.vocab_size * self.spec.hidden_size * element_bytes
 
     def stats(self) -> EngineStats:
         return self._engine.stats()

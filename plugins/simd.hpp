@@ -74,6 +74,16 @@ COMMITKV_INLINE vf load_bf16(const uint16_t *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p)), 16));
 }
 COMMITKV_INLINE vf load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+// Of W pairs of bf16 the first ones, and the second ones.
+COMMITKV_INLINE vf load_bf16_first(const uint16_t *p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
+}
+COMMITKV_INLINE vf load_bf16_second(const uint16_t *p) {
+  return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int32_t(0xffff0000))));
+}
+COMMITKV_INLINE vf load_i8(const int8_t *p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+}
 COMMITKV_INLINE vf load_u8(const uint8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 }
@@ -156,6 +166,16 @@ COMMITKV_INLINE vf load_bf16(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p)), 16));
 }
 COMMITKV_INLINE vf load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+COMMITKV_INLINE vf load_bf16_first(const uint16_t *p) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)p), 16));
+}
+COMMITKV_INLINE vf load_bf16_second(const uint16_t *p) {
+  const __m256i high = _mm256_set1_epi32(int32_t(0xffff0000));
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *)p), high));
+}
+COMMITKV_INLINE vf load_i8(const int8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
 COMMITKV_INLINE __m256i load_bytes(const uint8_t *p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p));
 }
@@ -227,6 +247,11 @@ COMMITKV_INLINE vf load_bf16(const uint16_t *p) {
 COMMITKV_INLINE vf load_f16(const uint16_t *p) {
   return vf{f16_to_float(p[0]), f16_to_float(p[1]), f16_to_float(p[2]), f16_to_float(p[3])};
 }
+COMMITKV_INLINE vf load_bf16_first(const uint16_t *p) {
+  return vf{bf16_to_float(p[0]), bf16_to_float(p[2]), bf16_to_float(p[4]), bf16_to_float(p[6])};
+}
+COMMITKV_INLINE vf load_bf16_second(const uint16_t *p) { return load_bf16_first(p + 1); }
+COMMITKV_INLINE vf load_i8(const int8_t *p) { return vf{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 COMMITKV_INLINE vf load_u8(const uint8_t *p) { return vf{float(p[0]), float(p[1]), float(p[2]), float(p[3])}; }
 COMMITKV_INLINE vf load_u4_low(const uint8_t *p) {
   return vf{float(p[0] & 15), float(p[1] & 15), float(p[2] & 15), float(p[3] & 15)};

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from runtime.errors import ConfigError
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 DType = Literal["fp32", "bf16", "fp16"]
+WeightDType = Literal["same", "int8"]
 
 MAX_THREADS = 1024
+DEVICES = ("cpu", "cuda")
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -72,7 +74,10 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the builder fixed for one engine; the runtime must match every field."""
+    """What the builder fixed for one engine; the runtime must match every field.
+
+    dtype: activations.   weight_dtype: matrices, "same" as the activations or "int8", one scale per output.
+    """
 
     dtype: DType = "bf16"
     kv_dtype: DType = "bf16"
@@ -81,6 +86,7 @@ class EngineLimits:
     page_tokens: int = 16
     block_entries: int = 64
     policy: str = "commitkv"
+    weight_dtype: WeightDType = "same"
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -102,6 +108,10 @@ class EngineLimits:
         for name in ("dtype", "kv_dtype"):
             if getattr(self, name) not in DTYPE_BYTES:
                 raise ConfigError(f"{name}: got {getattr(self, name)!r}, expected one of {', '.join(DTYPE_BYTES)}")
+        if self.weight_dtype not in get_args(WeightDType):
+            raise ConfigError(
+                f"weight_dtype: got {self.weight_dtype!r}, expected same (as the activations) or int8; choose one"
+            )
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,7 @@ class RuntimeConfig:
     max_conversations: conversations held at once; the oldest idle one is ended to make room.
     max_waiting: turns that may wait for a place in the batch.
     num_threads: threads of the CPU executor; 0: one per core.
+    device: "cpu", or "cuda" for the first GPU that the process sees.
     """
 
     kv_memory_bytes: int = 1 << 30
@@ -124,6 +135,7 @@ class RuntimeConfig:
     max_conversations: int = 1024
     max_waiting: int = 256
     num_threads: int = 0
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("kv_memory_bytes", "tokens_per_step", "probe_tokens_per_step", "max_conversations", "max_waiting"):
@@ -134,6 +146,8 @@ class RuntimeConfig:
             raise ConfigError(
                 f"num_threads: got {self.num_threads}, expected 0 (one per core) to {MAX_THREADS}; correct it"
             )
+        if self.device not in DEVICES:
+            raise ConfigError(f"device: got {self.device!r}, expected one of {', '.join(DEVICES)}; correct it")
         if not 0.0 < self.watermark <= 1.0:
             raise ConfigError(
                 f"watermark: got {self.watermark}, expected a share of the KV memory in (0, 1]; correct it"

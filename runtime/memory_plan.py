@@ -28,15 +28,21 @@ def block_layout(model: ModelSpec, limits: EngineLimits, block_format: str) -> B
     return BlockLayout(stored, limits.block_entries, model.head_dim)  # type: ignore[arg-type]
 
 
-def weight_bytes(model: ModelSpec, dtype: str) -> int:
-    """Bytes of an engine's weights: norms in fp32, everything else in `dtype`."""
+def weight_bytes(model: ModelSpec, dtype: str, weight_dtype: str | None = None) -> int:
+    """Bytes of an engine's weights: norms in fp32, biases in `dtype`, matrices in `weight_dtype` (None: `dtype`).
+
+    INT8 matrices have one fp32 scale per output.
+    """
     q_size, kv_size = model.num_q_heads * model.head_dim, model.num_kv_heads * model.head_dim
     hidden, ffn = model.hidden_size, model.ffn_size
+    tables = 1 if model.tied_embeddings else 2
+    outputs = model.num_layers * (q_size + 2 * kv_size + hidden + 2 * ffn + hidden) + tables * model.vocab_size
     per_layer = hidden * (q_size + 2 * kv_size) + q_size * hidden + 3 * hidden * ffn
-    per_layer += q_size + 2 * kv_size if model.qkv_bias else 0
-    tables = (1 if model.tied_embeddings else 2) * model.vocab_size * hidden
+    elements = model.num_layers * per_layer + tables * model.vocab_size * hidden
+    biases = model.num_layers * (q_size + 2 * kv_size) if model.qkv_bias else 0
     norms = model.num_layers * (2 * hidden + (2 * model.head_dim if model.qk_norm else 0)) + hidden
-    return (model.num_layers * per_layer + tables) * DTYPE_BYTES[dtype] + norms * 4
+    matrices = elements + 4 * outputs if weight_dtype == "int8" else elements * DTYPE_BYTES[dtype]
+    return matrices + biases * DTYPE_BYTES[dtype] + norms * 4
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ linears of SmolLM2-135M then take 13 ms for 1 to 8 rows and 35 ms for 256, again
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
-from plugins.linear.params import Product
+from plugins.linear.params import Int8Weight, Product, Weight
 
 
 def has_fast_bf16() -> bool:
@@ -20,18 +22,38 @@ def has_fast_bf16() -> bool:
 
 
 class TorchLinear:
-    """`plugins.linear.params.LinearForm` with torch's operations, on any device."""
+    """`plugins.linear.params.LinearForm` with torch's operations, on any device.
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    INT8 weights are brought to the dtype of the first x and kept so: right, but no smaller. Native forms read codes.
+    """
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Product:
+        if isinstance(weight, Int8Weight):
+            return _at_first_use(weight, lambda dense: self.linear(dense, bias))
         if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and has_fast_bf16():
             packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
             return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return lambda x: F.linear(x, weight, bias)
 
-    def logits(self, table: torch.Tensor) -> Product:
+    def logits(self, table: Weight) -> Product:
+        if isinstance(table, Int8Weight):
+            return _at_first_use(table, self.logits)
+
         def product(x: torch.Tensor) -> torch.Tensor:
             if x.shape[0] == 1:
                 return torch.mv(table, x[0]).unsqueeze(0).float()
             return F.linear(x, table).float()
 
         return product
+
+
+def _at_first_use(weight: Int8Weight, make: Callable[[torch.Tensor], Product]) -> Product:
+    """The product of the dequantized weight, in the dtype of the x that comes first."""
+    made: list[Product] = []
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        if not made:
+            made.append(make(weight.dequantized(x.dtype)))
+        return made[0](x)
+
+    return product

@@ -1,4 +1,7 @@
-"""The native CPU form of `linear`: bf16 on AMX tiles. What it has no kernel for is left to torch's form."""
+"""The native CPU forms of `linear`: bf16 on AMX tiles; bf16 and INT8 weights on vector registers.
+
+What a form has no kernel for it leaves to the next: AMX tiles, vector registers, torch.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ from pathlib import Path
 import torch
 
 from plugins import native_build, native_levels
-from plugins.linear.cpu import TorchLinear
-from plugins.linear.params import Product
+from plugins.linear.cpu import TorchLinear, has_fast_bf16
+from plugins.linear.params import Int8Weight, LinearForm, Product, Weight
 from plugins.native_build import Library
-from plugins.native_levels import Level
+from plugins.native_levels import DTYPE_CODES, Level
 
 _ENTRY = "commitkv_linear"
+_WIDE_ENTRY = "commitkv_wide_linear"
 _TILE_ROWS = 16
 _POINTER, _SIZE, _CODE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 
@@ -24,28 +28,103 @@ def library(flags: tuple[str, ...] = (), levels: tuple[Level, ...] = ("amx",)) -
     return native_levels.level_library("linear", kernel, levels, flags=flags)
 
 
+def pack_int8(codes: torch.Tensor) -> torch.Tensor:
+    """[out, in] int8 -> [out / 16, in, 16], in the order they are read."""
+    outputs, inputs = codes.shape
+    return codes.view(outputs // 16, 16, inputs).transpose(1, 2).contiguous()
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """[out, in] bf16 -> [out / 16, in / 32, 16, 16, 2]: tiles of pairs of inputs, in the order they are read."""
     outputs, inputs = weight.shape
     return weight.view(outputs // 16, 16, inputs // 32, 16, 2).permute(0, 2, 3, 1, 4).contiguous()
 
 
-class NativeLinear:
-    """`plugins.linear.params.LinearForm` on the CPU. A row's bits depend on nothing but the row."""
+def wide_library(flags: tuple[str, ...] = (), levels: tuple[Level, ...] = ("portable", "avx2", "avx512")) -> Library:
+    """What native_build compiles for vector registers."""
+    kernel = Path(__file__).resolve().parent / "cpu_wide.cpp"
+    return native_levels.level_library("linear_wide", kernel, levels, flags=flags)
+
+
+class WideLinear:
+    """`plugins.linear.params.LinearForm` for bf16 and INT8 weights. A row's bits depend on the level and the row."""
 
     def __init__(self, lib: ctypes.CDLL, level: Level | None, num_threads: int) -> None:
         """Raises ValueError for a level that this processor or this build does not have."""
-        chosen = native_levels.choose_level(native_levels.levels_of(lib, _ENTRY), level)
+        chosen = native_levels.choose_level(native_levels.levels_of(lib, _WIDE_ENTRY), level)
+        self._linear, self._logits = (
+            getattr(lib, f"{name}_{chosen}") for name in (_WIDE_ENTRY, "commitkv_wide_logits")
+        )
+        self._linear.restype = self._logits.restype = None
+        self._linear.argtypes = (*(_POINTER,) * 5, _CODE, *(_SIZE,) * 3, _CODE)
+        self._logits.argtypes = (*(_POINTER,) * 4, *(_SIZE,) * 3, _CODE)
+        self._threads = num_threads
+        self._other = TorchLinear()
+
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Product:
+        dense = weight.codes if isinstance(weight, Int8Weight) else weight
+        outputs, inputs = dense.shape
+        if dense.dtype not in (torch.bfloat16, torch.int8) or inputs % 32 or outputs % 16:
+            return self._other.linear(weight, bias)
+        scale = weight.scale if isinstance(weight, Int8Weight) else None
+        packed = pack(dense) if scale is None else pack_int8(dense)
+        wide = None if bias is None else bias.float()
+        call, threads = self._linear, self._threads
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            assert x.is_contiguous() and x.shape[1] == inputs and x.dtype in (torch.bfloat16, torch.float32)
+            out, wide_x = torch.empty((x.shape[0], outputs), dtype=x.dtype), x.float()
+            scale_at = None if scale is None else scale.data_ptr()
+            bias_at = None if wide is None else wide.data_ptr()
+            call(
+                wide_x.data_ptr(), packed.data_ptr(), scale_at, bias_at, out.data_ptr(), DTYPE_CODES[x.dtype],
+                x.shape[0], inputs, outputs, threads,
+            )  # fmt: skip
+            return out
+
+        return product
+
+    def logits(self, table: Weight) -> Product:
+        dense = table.codes if isinstance(table, Int8Weight) else table
+        vocab, inputs = dense.shape
+        if dense.dtype not in (torch.bfloat16, torch.int8) or inputs % 32 or vocab < 4 or not dense.is_contiguous():
+            return self._other.logits(table)
+        scale = table.scale if isinstance(table, Int8Weight) else None
+        call, threads = self._logits, self._threads
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            assert x.shape[1] == inputs
+            rows = x.shape[0]
+            wide = x.float()
+            if scale is None:
+                wide = wide.view(rows, inputs // 2, 2).transpose(1, 2)
+            wide = wide.contiguous()
+            out = torch.empty((rows, vocab))
+            scale_at = None if scale is None else scale.data_ptr()
+            call(wide.data_ptr(), dense.data_ptr(), scale_at, out.data_ptr(), rows, inputs, vocab, threads)
+            return out
+
+        return product
+
+
+class NativeLinear:
+    """`plugins.linear.params.LinearForm` on AMX tiles. A row's bits depend on nothing but the row."""
+
+    def __init__(self, lib: ctypes.CDLL, num_threads: int, other: LinearForm) -> None:
+        """Raises ValueError on a processor without AMX."""
+        chosen = native_levels.choose_level(native_levels.levels_of(lib, _ENTRY), None)
         self._linear, self._logits = (getattr(lib, f"{name}_{chosen}") for name in (_ENTRY, "commitkv_logits"))
         self._linear.restype = self._logits.restype = None
         self._linear.argtypes = (*(_POINTER,) * 4, *(_SIZE,) * 3, _CODE)
         self._logits.argtypes = (*(_POINTER,) * 3, *(_SIZE,) * 3, _CODE)
         self._threads = num_threads
-        self._other = TorchLinear()
+        self._other = other
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    def linear(self, weight: Weight, bias: torch.Tensor | None) -> Product:
+        if isinstance(weight, Int8Weight) or weight.dtype != torch.bfloat16:
+            return self._other.linear(weight, bias)
         outputs, inputs = weight.shape
-        if weight.dtype != torch.bfloat16 or inputs % 32 or outputs % 16:
+        if inputs % 32 or outputs % 16:
             return self._other.linear(weight, bias)
         packed, wide = pack(weight), None if bias is None else bias.float()
         call, threads = self._linear, self._threads
@@ -60,9 +139,11 @@ class NativeLinear:
 
         return product
 
-    def logits(self, table: torch.Tensor) -> Product:
+    def logits(self, table: Weight) -> Product:
+        if isinstance(table, Int8Weight) or table.dtype != torch.bfloat16:
+            return self._other.logits(table)
         vocab, inputs = table.shape
-        if table.dtype != torch.bfloat16 or inputs % 32 or vocab < _TILE_ROWS or not table.is_contiguous():
+        if inputs % 32 or vocab < _TILE_ROWS or not table.is_contiguous():
             return self._other.logits(table)
         call, threads = self._logits, self._threads
 
@@ -78,9 +159,21 @@ class NativeLinear:
         return product
 
 
-def make_linear(num_threads: int, cache_dir: Path | None = None) -> NativeLinear | None:
-    """The native form, or None without a compiler (said once in the log) or on a processor without AMX."""
-    lib = native_build.load(library(), cache_dir)
-    if lib is None or not native_levels.levels_of(lib, _ENTRY):
+def make_linear(num_threads: int, cache_dir: Path | None = None) -> LinearForm | None:
+    """The best native form, or None without a compiler (said once in the log)."""
+    wide = native_build.load(wide_library(), cache_dir)
+    if wide is None:
         return None
-    return NativeLinear(lib, None, num_threads)
+    form = WideLinear(wide, None, num_threads)
+    tiles = native_build.load(library(), cache_dir)
+    if tiles is None or not native_levels.levels_of(tiles, _ENTRY):
+        return form
+    return NativeLinear(tiles, num_threads, form)
+
+
+def runs_bf16() -> bool:
+    """Whether this machine multiplies bf16 weights as fast as it reads them; without that fp32 is the faster dtype."""
+    if has_fast_bf16():
+        return True
+    lib = native_build.load(wide_library()) if native_build.find_compiler() else None
+    return lib is not None and native_levels.levels_of(lib, _WIDE_ENTRY)[-1] != "portable"

@@ -11,6 +11,7 @@ import torch
 
 from builder import build
 from builder.lower_torch import load_decoder
+from plugins.linear.params import Int8Weight
 from runtime import manifest
 from runtime.manifest import WEIGHTS_FILE
 
@@ -106,3 +107,18 @@ def test_interruption_and_wanted_rows(save_tiny: Any, new_kv: Callable[[], Any],
     kv = new_kv()
     assert decoder.forward(ids, positions, kv, torch.arange(9), after_two_layers) is None
     assert sorted(kv.keys) == [0, 1]
+
+
+@pytest.mark.parametrize("case", ["llama-tied", "qwen2", "qwen3"])
+def test_int8_weights_are_the_nearest_codes(case: str, save_tiny: Any, run_decoder: Any, tmp_path: Path) -> None:
+    family, changes = CASES[case]
+    directory, model = save_tiny(family, **changes)
+    decoder = build_engine(directory, tmp_path / "engine", "--dtype", "fp32", "--weight-dtype", "int8")
+    with torch.inference_mode():
+        exact = model(torch.tensor([TOKENS])).logits[0]
+        for parameter in (p for p in model.parameters() if p.dim() == 2):
+            parameter.copy_(Int8Weight.of(parameter).dequantized(torch.float32))
+        expected = model(torch.tensor([TOKENS])).logits[0]
+    got = run_decoder(decoder, TOKENS)
+    assert relative_error(got, expected) < 1e-4
+    assert 1e-4 < relative_error(got, exact) < 3e-2

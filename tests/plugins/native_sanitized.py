@@ -18,7 +18,9 @@ from plugins.append.native import NativeAppend
 from plugins.commit.native import NativeLine, NativePublish
 from plugins.commit.params import LineParams
 from plugins.layout import CODE_BITS, BlockLayout
-from plugins.linear.native import NativeLinear
+from plugins.linear.cpu import TorchLinear
+from plugins.linear.native import NativeLinear, WideLinear
+from plugins.linear.params import Int8Weight, LinearForm
 from plugins.memory import KvMemory
 from plugins.pointwise.native import NativePointwise
 
@@ -64,16 +66,26 @@ def commit(lib: ctypes.CDLL) -> None:
 
 
 def linear(lib: ctypes.CDLL) -> None:
-    form = NativeLinear(lib, None, 2)
+    run_linear(NativeLinear(lib, 2, TorchLinear()))
+
+
+def linear_wide(lib: ctypes.CDLL) -> None:
+    for level in native_levels.levels_of(lib, "commitkv_wide_linear"):
+        run_linear(WideLinear(lib, level, 2))
+
+
+def run_linear(form: LinearForm) -> None:
     for outputs, inputs in ((16, 32), (48, 64), (576, 96)):
-        weight = torch.randn(outputs, inputs).bfloat16()
-        products = form.linear(weight, torch.randn(outputs).bfloat16()), form.linear(weight, None), form.logits(weight)
-        for rows in (0, 1, 15, 16, 17, 33, 70):
-            for product in products:
-                product(torch.randn(rows, inputs).bfloat16())
+        dense = torch.randn(outputs, inputs).bfloat16()
+        for weight in (dense, Int8Weight.of(dense)):
+            bias = torch.randn(outputs).bfloat16()
+            products = form.linear(weight, bias), form.linear(weight, None), form.logits(weight)
+            for rows in (0, 1, 2, 15, 16, 17, 33, 70):
+                for product in products:
+                    product(torch.randn(rows, inputs).bfloat16())
 
 
-RUNS = {"pointwise": pointwise, "append": append, "commit": commit, "linear": linear}
+RUNS = {"pointwise": pointwise, "append": append, "commit": commit, "linear": linear, "linear_wide": linear_wide}
 
 if __name__ == "__main__":
     RUNS[sys.argv[2]](ctypes.CDLL(sys.argv[1]))

@@ -10,20 +10,31 @@ import torch
 from plugins import native_levels
 from plugins.linear import native
 from plugins.linear.cpu import TorchLinear
-from plugins.linear.params import LinearForm
+from plugins.linear.params import Int8Weight, LinearForm
 from tests.plugins.native_forms import SANITIZERS, load, run_sanitized
 
-LIBRARY = load(native.library())
-HAS_NATIVE = LIBRARY is not None and bool(native_levels.levels_of(LIBRARY, "commitkv_linear"))
-needs_native = pytest.mark.skipif(not HAS_NATIVE, reason="needs a C++ compiler and a processor with AMX")
+TILES, WIDE = load(native.library()), load(native.wide_library())
+HAS_TILES = TILES is not None and bool(native_levels.levels_of(TILES, "commitkv_linear"))
+WIDE_LEVELS = () if WIDE is None else native_levels.levels_of(WIDE, "commitkv_wide_linear")
+needs_compiler = pytest.mark.skipif(WIDE is None, reason="needs a C++ compiler")
 
 
-def make_native(threads: int = 2) -> native.NativeLinear:
-    assert LIBRARY is not None
-    return native.NativeLinear(LIBRARY, None, threads)
+def make_wide(level: native_levels.Level, threads: int = 2) -> native.WideLinear:
+    assert WIDE is not None
+    return native.WideLinear(WIDE, level, threads)
 
 
-FORMS: dict[str, LinearForm] = {"torch": TorchLinear()} | ({"native": make_native()} if HAS_NATIVE else {})
+def make_tiles(threads: int = 2) -> native.NativeLinear:
+    assert TILES is not None
+    return native.NativeLinear(TILES, threads, TorchLinear())
+
+
+def make_forms(threads: int) -> dict[str, LinearForm]:
+    forms: dict[str, LinearForm] = {level: make_wide(level, threads) for level in WIDE_LEVELS}
+    return forms | ({"amx": make_tiles(threads)} if HAS_TILES else {})
+
+
+FORMS: dict[str, LinearForm] = {"torch": TorchLinear(), **make_forms(2)}
 STEP = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 
 
@@ -60,25 +71,61 @@ def test_logits_equal_float64(form: str, dtype: torch.dtype, vocab: int, hidden:
         x = numbers(rows, hidden, dtype=dtype, seed=rows)
         got = product(x)
         assert got.dtype == torch.float32 and got.shape == (rows, vocab)
-        # torch's product rounds to bf16 on the way, and so does the native form where it has no kernel.
-        native_kernel = form == "native" and hidden % 32 == 0 and vocab >= 16
+        # torch's product rounds to bf16 on the way, and so do native forms where they have no kernel.
+        native_kernel = form != "torch" and hidden % 32 == 0 and vocab >= 16
         step = 1e-5 if dtype == torch.float32 or native_kernel else STEP[dtype]
         close(got, x.double() @ table.double().T, step)
 
 
-@needs_native
-def test_a_row_does_not_depend_on_others_nor_on_threads() -> None:
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int8_weights_equal_their_codes(form: str, dtype: torch.dtype) -> None:
+    weight = Int8Weight.of(numbers(96, 64, dtype=torch.float32, seed=1))
+    exact = weight.codes.double() * weight.scale.double()[:, None]
+    bias = numbers(96, dtype=dtype, seed=2)
+    # Torch's form rounds the weight to x's dtype first.
+    step = 2 * STEP[dtype]
+    for rows in (1, 2, 3, 4, 5, 13, 50):
+        x = numbers(rows, 64, dtype=dtype, seed=rows)
+        got, want = FORMS[form].linear(weight, bias)(x), x.double() @ exact.T + bias.double()
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), want, rtol=step, atol=0.1 if dtype == torch.bfloat16 else 1e-4)
+        logits = FORMS[form].logits(weight)(x)
+        assert logits.dtype == torch.float32
+        torch.testing.assert_close(logits.double(), want - bias.double(), rtol=step, atol=0.1)
+
+
+def test_int8_codes_are_nearest_and_rows_stay_zero() -> None:
+    weight = numbers(5, 32, dtype=torch.float32, seed=3)
+    weight[2] = 0.0
+    coded = Int8Weight.of(weight)
+    assert coded.codes.abs().amax(dim=1).tolist() == [127, 127, 0, 127, 127]
+    error = (coded.dequantized(torch.float32) - weight).abs()
+    assert bool((error <= coded.scale[:, None] / 2 * (1 + 1e-5)).all())
+    assert torch.equal(coded.rows(torch.tensor([4, 1]), torch.float32), coded.dequantized(torch.float32)[[4, 1]])
+
+
+@needs_compiler
+@pytest.mark.parametrize("form", sorted(FORMS.keys() - {"torch"}))
+def test_a_row_does_not_depend_on_others_nor_on_threads(form: str) -> None:
     weight, table = numbers(576, 576, dtype=torch.bfloat16) * 0.05, numbers(999, 576, dtype=torch.bfloat16)
     x = numbers(75, 576, dtype=torch.bfloat16)
-    alone = make_native(1)
-    linear, logits = alone.linear(weight, None)(x), alone.logits(table)(x)
-    for threads in (1, 2, 5):
-        form = make_native(threads)
-        for rows in (slice(0, 1), slice(3, 20), slice(40, 75)):
-            assert torch.equal(form.linear(weight, None)(x[rows]), linear[rows])
-            assert torch.equal(form.logits(table)(x[rows]), logits[rows])
+    for matrix, head in ((weight, table), (Int8Weight.of(weight), Int8Weight.of(table))):
+        alone = make_forms(1)[form]
+        linear, logits = alone.linear(matrix, None)(x), alone.logits(head)(x)
+        for threads in (1, 2, 5):
+            other = make_forms(threads)[form]
+            for rows in (slice(0, 1), slice(1, 3), slice(3, 20), slice(40, 75)):
+                assert torch.equal(other.linear(matrix, None)(x[rows]), linear[rows])
+                assert torch.equal(other.logits(head)(x[rows]), logits[rows])
 
 
-@needs_native
-def test_under_sanitizers() -> None:
+@pytest.mark.skipif(not HAS_TILES, reason="needs a C++ compiler and a processor with AMX")
+def test_tiles_under_sanitizers() -> None:
     run_sanitized(replace(native.library(SANITIZERS), name="linear_sanitized"), "native_sanitized.py", "linear")
+
+
+@needs_compiler
+def test_wide_under_sanitizers() -> None:
+    library = replace(native.wide_library(SANITIZERS), name="linear_wide_sanitized")
+    run_sanitized(library, "native_sanitized.py", "linear_wide")

@@ -48,3 +48,10 @@ def test_one_more_old_token() -> None:
         short, long = (conversation_memory(SMOLLM2, LIMITS, policy, n) for n in (100_000, 200_000))
         slope = (long.page_bytes + long.block_bytes - short.page_bytes - short.block_bytes) / 100_000
         assert abs(slope / committed_token_bytes(SMOLLM2, LIMITS, policy) - 1) < 0.01
+
+
+def test_int8_weights_take_a_byte_each_and_a_scale_per_output() -> None:
+    halves, bytes_ = weight_bytes(SMOLLM2, "bf16"), weight_bytes(SMOLLM2, "bf16", "int8")
+    norms = 4 * 61 * 576
+    outputs = 30 * (576 + 2 * 192 + 576 + 2 * 1536 + 576) + 49152
+    assert bytes_ - norms == (halves - norms) // 2 + 4 * outputs
