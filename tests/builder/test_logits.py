@@ -121,4 +121,4 @@ def test_int8_weights_are_the_nearest_codes(case: str, save_tiny: Any, run_decod
         expected = model(torch.tensor([TOKENS])).logits[0]
     got = run_decoder(decoder, TOKENS)
     assert relative_error(got, expected) < 1e-4
-    assert 1e-4 < relative_error(got, exact) < 3e-2
+    assert 1e-4 < relative_error(got, exact) < 6e-2
