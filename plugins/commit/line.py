@@ -10,29 +10,41 @@ from itertools import pairwise
 
 import torch
 
+from plugins import blocks as block_bytes
+from plugins.commit.gate import gate_logits
 from plugins.commit.params import Decision, LineParams
+from plugins.commit.pooled_line import Drawn, pooled_decision
+from plugins.commit.redundancy import rank_row
 from plugins.memory import KvMemory
 
 UNFILLED = -1.0
 
 
 def draw_line(memory: KvMemory, params: LineParams) -> Decision:
-    """Decides which staged tokens and old entries stay: max(keep_entries, forced by floor and protection) of them."""
-    staged, old = staged_scores(memory, params.staged), _old_scores(memory, params)
+    """Decides which staged tokens and old entries stay: max(keep_entries, forced by floor and protection) of them,
+    group by group where there are quotas, or all that rank above `choices.threshold`."""
+    choices = params.choices
+    staged, old = score_staged(memory, params), _old_scores(memory, params)
     if params.outlier_z is not None:
         staged = _protect_outliers(staged, old, params.outlier_z)
     scores = torch.cat((old, staged), dim=1)
-    filled = scores >= 0
-    scaled = torch.where(filled & scores.isfinite(), scores * _row_scale(memory, params), scores)
-    kept = scores.isinf() | _best_of_rows(scaled, filled, params.floor_entries)
-    rest = (filled & ~kept).view(-1)
-    line, let_in = _above_line(scaled.view(-1)[rest], params.keep_entries - int(kept.sum()))
-    kept.view(-1)[rest] = let_in
     num_old = old.shape[1]
+    rank = _ranks(memory, params, scores, num_old)
+    filled = scores >= 0
+    kept = scores.isinf() | _best_of_rows(rank, filled, params.floor_entries)
+    if not choices.redraw:
+        kept[:, :num_old] |= filled[:, :num_old]
+    if choices.threshold is not None:
+        line = choices.threshold
+        kept |= filled & (rank > line)
+    else:
+        line = _fill_quotas(kept, rank, filled, params.quotas or (params.keep_entries,))
     row, column = _places(params, memory.layout.block_entries)
     entries = torch.arange(memory.layout.block_entries, device=scores.device)
-    alive = kept[row[:, None], column[:, None] + entries]
-    return Decision(line, kept[:, num_old:], staged, alive)
+    places = (row[:, None], column[:, None] + entries)
+    if choices.pooling is not None:
+        return pooled_decision(memory, params, Drawn(line, kept, staged, old, places))
+    return Decision(line, kept[:, num_old:], staged, kept[places])
 
 
 def staged_scores(memory: KvMemory, slots: torch.Tensor) -> torch.Tensor:
@@ -40,6 +52,65 @@ def staged_scores(memory: KvMemory, slots: torch.Tensor) -> torch.Tensor:
     page, offset = _split_slots(slots, memory)
     by_layer = torch.stack([seen.permute(0, 2, 1)[page, offset] for seen in memory.seen])
     return by_layer.permute(0, 2, 1).reshape(memory.num_rows, -1).float()
+
+
+def staged_kv(memory: KvMemory, slots: torch.Tensor) -> torch.Tensor:
+    """K and V of the staged tokens, [rows, n, 2, D] in the pages' dtype."""
+    page, offset = _split_slots(slots, memory)
+    by_layer = torch.stack([pages.permute(0, 3, 1, 2, 4)[page, offset] for pages in memory.pages])
+    return by_layer.permute(0, 2, 1, 3, 4).flatten(0, 1)
+
+
+def score_staged(memory: KvMemory, params: LineParams) -> torch.Tensor:
+    """The score that is stored with each staged token, [rows, n] fp32; see `LineChoices.score`."""
+    choices = params.choices
+    if choices.score == "recorded":
+        scores = staged_scores(memory, params.staged)
+        width = choices.smooth
+        return torch.nn.functional.max_pool1d(scores, width, 1, width // 2) if width > 1 and scores.numel() else scores
+    assert params.positions is not None, f"score {choices.score} needs positions"
+    if choices.score == "position":
+        # As the score arena will hold them, so that what is new and what is old are compared alike.
+        return (params.positions + 1).half().float().expand(memory.num_rows, -1).contiguous()
+    assert params.gate is not None, "score gate needs a trained gate"
+    return gate_logits(staged_kv(memory, params.staged), params.positions, params.gate).sigmoid()
+
+
+def _ranks(memory: KvMemory, params: LineParams, scores: torch.Tensor, num_old: int) -> torch.Tensor:
+    """What entries compete with, [rows, columns] fp32, not negative; UNFILLED where nothing lies, inf as protected."""
+    scaled = torch.where((scores >= 0) & scores.isfinite(), scores * _row_scale(memory, params), scores)
+    choices = params.choices
+    if choices.redundancy is None:
+        return scaled
+    # Stored positions say nothing of importance: then old entries do not compete, and new ones do by what was recorded.
+    assert choices.score == "recorded" or not choices.redraw, "old entries have no recorded scores to compete with"
+    importance = torch.cat((scores[:, :num_old], staged_scores(memory, params.staged)), dim=1)
+    ranked = (scores >= 0) & scores.isfinite()
+    ranked[:, :num_old] &= choices.redraw
+    keys = staged_kv(memory, params.staged)[:, :, 0].float()
+    old_keys = block_bytes.read_keys(memory.blocks.index_select(0, params.table.ids), memory.layout)
+    for row in range(memory.num_rows):
+        old = old_keys[params.table.starts[row] : params.table.starts[row + 1]].flatten(0, 1)
+        row_keys = torch.cat((old, old.new_zeros(num_old - old.shape[0], old.shape[1]), keys[row]))
+        where = ranked[row]
+        scaled[row, where] = rank_row(row_keys[where], importance[row, where], choices.redundancy)
+    return scaled
+
+
+def _fill_quotas(kept: torch.Tensor, rank: torch.Tensor, filled: torch.Tensor, quotas: tuple[int, ...]) -> float:
+    """Lets in what is best in each group of rows until its quota is full; kept [rows, columns] bool changes in place.
+
+    Returns the lowest rank that was let in.
+    """
+    rows, line = rank.shape[0] // len(quotas), torch.inf
+    assert rows * len(quotas) == rank.shape[0], (rank.shape, len(quotas))
+    for i, quota in enumerate(quotas):
+        part = slice(i * rows, (i + 1) * rows)
+        rest = (filled[part] & ~kept[part]).view(-1)
+        group_line, let_in = _above_line(rank[part].reshape(-1)[rest], quota - int(kept[part].sum()))
+        kept[part].view(-1)[rest] = let_in
+        line = min(line, group_line)
+    return line
 
 
 def _split_slots(slots: torch.Tensor, memory: KvMemory) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,10 @@ from pathlib import Path
 import torch
 
 from plugins import native_build, native_levels
+from plugins.commit.line import draw_line as torch_draw_line
 from plugins.commit.params import TINY_WEIGHT, Decision, LineParams, PublishParams, RowTable
 from plugins.commit.publish import check_tables
+from plugins.commit.publish import publish as torch_publish
 from plugins.memory import KvMemory
 from plugins.native_build import Library, Unit
 from plugins.native_levels import DTYPE_CODES, FORMAT_CODES, VECTOR_LEVELS, Level
@@ -61,7 +63,7 @@ def library(flags: tuple[str, ...] = (), levels: tuple[Level, ...] = VECTOR_LEVE
 
 
 class NativeLine:
-    """`draw_line` on the CPU, with one thread."""
+    """`draw_line` on the CPU, with one thread. Params that are not plain go to the torch form."""
 
     def __init__(self, lib: ctypes.CDLL) -> None:
         self._call = lib.commitkv_draw_line
@@ -69,6 +71,8 @@ class NativeLine:
 
     def __call__(self, memory: KvMemory, params: LineParams) -> Decision:
         """Decides which staged tokens and old entries stay: max(keep_entries, forced by floor and protection)."""
+        if not params.plain:
+            return torch_draw_line(memory, params)
         _, kv_heads, _, page_tokens, _ = memory.pages[0].shape
         rows, size, count = memory.num_rows, memory.layout.block_entries, params.staged.shape[0]
         keep, score = torch.empty((rows, count), dtype=torch.bool), torch.empty((rows, count))
@@ -90,7 +94,10 @@ class NativeLine:
 
 
 class NativePublish:
-    """`publish` on the CPU. Bits depend on the level, not on the number of threads."""
+    """`publish` on the CPU. Bits depend on the level, not on the number of threads.
+
+    Decisions with super tokens go to the torch form.
+    """
 
     def __init__(self, lib: ctypes.CDLL, level: Level | None, num_threads: int) -> None:
         """Raises ValueError for a level that this processor or this build does not have."""
@@ -101,6 +108,8 @@ class NativePublish:
 
     def __call__(self, memory: KvMemory, params: PublishParams, decision: Decision) -> tuple[int, int]:
         """Writes new blocks, merges into those that stay, copies moved tokens; returns (absorbed, dropped) counts."""
+        if decision.pooling is not None:
+            return torch_publish(memory, params, decision)
         check_tables(memory, params, decision)
         args = _geometry(memory)
         pages, seen = ((ctypes.c_void_p * len(memory.pages))(*column) for column in zip(*memory.addresses, strict=True))

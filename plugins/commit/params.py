@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from plugins.commit.choices import PLAIN, LineChoices, Pooling
+from plugins.commit.gate import GateWeights
+
 TINY_WEIGHT = 2.0**-24
 """Least weight of an entry in a merge: the smallest attention weight that fp16 can hold."""
 
@@ -24,7 +27,12 @@ class RowTable:
 
 @dataclass(frozen=True, eq=False)
 class LineParams:
-    """staged [n] int64: slots of the tokens to commit.   The rest as in the policy's rules for the line."""
+    """staged [n] int64: slots of the tokens to commit.   The rest as in the policy's rules for the line.
+
+    quotas: entries to keep in each group of consecutive rows, of equal size; empty: `keep_entries` over all of them.
+    positions [n] int64: logical positions of the staged tokens; num_tokens: of the conversation. Both for `choices`
+    that speak of positions or ages.   gate: for choices.score "gate".
+    """
 
     staged: torch.Tensor
     table: RowTable
@@ -32,6 +40,16 @@ class LineParams:
     floor_entries: int
     layer_scale: tuple[float, ...] = ()
     outlier_z: float | None = None
+    choices: LineChoices = PLAIN
+    quotas: tuple[int, ...] = ()
+    positions: torch.Tensor | None = None
+    num_tokens: int = 0
+    gate: GateWeights | None = None
+
+    @property
+    def plain(self) -> bool:
+        """One line over recorded scores, old entries included: what every form of `draw_line` knows."""
+        return not self.quotas and self.choices == PLAIN
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +58,23 @@ class Decision:
 
     staged_keep [rows, n] bool; staged_score [rows, n] fp32, unscaled, inf where now protected.
     alive [num_blocks, E] bool: filled entries of the old blocks above the line.
+    pooling: set when some go into super tokens; then staged_group [rows, n] and old_group [num_blocks, E] int64 name
+        each one's group (number * num_tiers + tier; -1: none), of which exactly one member is kept or alive. Blocks
+        with a group must be dissolved.
     """
 
     line: float
     staged_keep: torch.Tensor
     staged_score: torch.Tensor
     alive: torch.Tensor
+    pooling: Pooling | None = None
+    staged_group: torch.Tensor | None = None
+    old_group: torch.Tensor | None = None
+
+    @property
+    def repooled(self) -> list[bool]:
+        """Which old blocks hold members of a group; empty where none does."""
+        return [] if self.old_group is None else (self.old_group >= 0).any(dim=1).tolist()
 
 
 @dataclass(frozen=True, eq=False)

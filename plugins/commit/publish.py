@@ -9,6 +9,7 @@ import torch
 from plugins import blocks as block_bytes
 from plugins.commit.absorb import merge, nearest_kept
 from plugins.commit.params import Decision, Entries, PublishParams, RowTable
+from plugins.commit.pooling import NO_GROUP, pool
 from plugins.memory import KvMemory
 
 
@@ -90,11 +91,31 @@ def _commit_row(
     if bool(gone.any()):
         dissolved, alive = _read_dissolved(memory, params, decision, old)
         entries, keep = _concat(dissolved, entries), torch.cat((alive, keep))
+    pooled = 0
+    if decision.pooling is not None:
+        entries, left = pool(entries, keep, _groups(memory, params, decision, row), decision.pooling)
+        pooled = left.shape[0] - int(left.sum())
+        entries, keep = entries[left], keep[left]
     kept, below = entries[keep], entries[~keep]
     if params.absorb_gate is None or below.keys.shape[0] == 0:
-        return RowOutcome(kept, None, 0, below.keys.shape[0])
+        return RowOutcome(kept, None, pooled, below.keys.shape[0])
     staying = params.old.ids[old][~gone]
-    return _absorb_row(memory, params.absorb_gate, (kept, below), staying, decision.alive[old][~gone])
+    outcome = _absorb_row(memory, params.absorb_gate, (kept, below), staying, decision.alive[old][~gone])
+    return replace(outcome, absorbed=outcome.absorbed + pooled)
+
+
+def _groups(memory: KvMemory, params: PublishParams, decision: Decision, row: int) -> torch.Tensor:
+    """Groups of the row's dissolved entries and staged tokens, in the order of `_commit_row`, [n] int64."""
+    assert decision.staged_group is not None
+    old = slice(params.old.starts[row], params.old.starts[row + 1])
+    gone = params.dissolve[old]
+    filled = torch.arange(memory.layout.block_entries, device=gone.device) < params.old.lens[old][gone][:, None]
+    if decision.old_group is None:
+        dissolved = torch.full((int(filled.sum()),), NO_GROUP, dtype=torch.int64, device=gone.device)
+    else:
+        assert not bool((decision.old_group[old][~gone] >= 0).any()), f"row {row}: a block with a group stays"
+        dissolved = decision.old_group[old][gone][filled]
+    return torch.cat((dissolved, decision.staged_group[row]))
 
 
 def _concat(a: Entries, b: Entries) -> Entries:
