@@ -36,6 +36,12 @@ CODE_BITS: dict[BlockFormat, tuple[int, int]] = {
     "fp32": (32, 32),
 }
 QUANTIZED: tuple[BlockFormat, ...] = ("int4", "k8v4", "int8")
+Element = Literal["fp16", "bf16"]
+ELEMENTS: tuple[Element, ...] = ("fp16", "bf16")  # types of active pages that kernels have; order of their ELEMENT
+ELEMENT_BYTES = 2
+# Kernels read pages and blocks in pieces of 16 bytes and K and V rows in tiles of 8.
+KERNEL_HEAD_DIMS = (64, 128)
+KERNEL_ROWS = 8
 ALIGNMENT_BYTES = 16
 SCALE_BYTES = 2
 SCORE_BYTES = 2
@@ -133,3 +139,48 @@ class BlockLayout:
     def stored_bytes(self) -> int:
         """Bytes one block takes in memory, its scores included."""
         return self.block_bytes + self.block_entries * SCORE_BYTES
+
+
+def geometry_defines(page: PageLayout, block: BlockLayout, element: Element) -> tuple[tuple[str, int], ...]:
+    """What a kernel is told of the geometry at compile time, as -D names and values.
+
+    Raises ValueError for geometry that kernels do not have: other head sizes, page or block lengths that are no multiple of
+    8, unquantized blocks of another type than the pages.
+    """
+    _check_geometry(page, block, element)
+    return (
+        ("HEAD_DIM", page.head_dim),
+        ("PAGE_TOKENS", page.page_tokens),
+        ("BLOCK_ENTRIES", block.block_entries),
+        ("K_BITS", block.k_bits),
+        ("V_BITS", block.v_bits),
+        ("QUANTIZED", int(block.quantized)),
+        ("K_CODES", block.k_codes),
+        ("V_CODES", block.v_codes),
+        ("K_SCALE", block.k_scale),
+        ("K_MIN", block.k_min),
+        ("V_SCALE", block.v_scale),
+        ("V_MIN", block.v_min),
+        ("BIAS", block.bias),
+        ("BLOCK_BYTES", block.block_bytes),
+        ("ELEMENT", ELEMENTS.index(element)),
+    )
+
+
+def _check_geometry(page: PageLayout, block: BlockLayout, element: Element) -> None:
+    if element not in ELEMENTS:
+        raise ValueError(f"element: got {element!r}, expected fp16 or bf16: GPU kernels have no other page type")
+    if page.element_bytes != ELEMENT_BYTES:
+        raise ValueError(f"page.element_bytes: got {page.element_bytes}, expected {ELEMENT_BYTES} for {element}")
+    if page.head_dim not in KERNEL_HEAD_DIMS or block.head_dim != page.head_dim:
+        raise ValueError(
+            f"head_dim: got {page.head_dim} in pages and {block.head_dim} in blocks, expected 64 or 128 in both"
+        )
+    for name, rows in (("page_tokens", page.page_tokens), ("block_entries", block.block_entries)):
+        if rows < KERNEL_ROWS or rows % KERNEL_ROWS:
+            raise ValueError(f"{name}: got {rows}, expected a multiple of {KERNEL_ROWS}")
+    if not block.quantized and block.format != element:
+        raise ValueError(
+            f"block format: got {block.format} with {element} pages, expected {element} or a quantized format "
+            f"({', '.join(QUANTIZED)})"
+        )

@@ -1,0 +1,1 @@
+"""Runs the CUDA kernels' own source on the CPU, where every hardware word checks how it is used."""
