@@ -46,7 +46,8 @@
 //   FragmentA [16 x 16]: r0 (g, 2t) r1 (g + 8, 2t) r2 (g, 2t + 8) r3 (g + 8, 2t + 8)
 //   FragmentB [16 x 8]:  r0 (2t, g) r1 (2t + 8, g)                (rows 2t and 2t + 1 in one register)
 //   FragmentC [16 x 8] fp32: r0 (g, 2t) r1 (g, 2t + 1) r2 (g + 8, 2t) r3 (g + 8, 2t + 1)
-//   mma(c, a, b): c += a b
+//   mma(c, a, b): c += a b; mma_fp16, pack2_fp16, fma2_fp16: the same with fp16 whatever Half is
+//   transpose_8x8(row): lane (g, t) gives columns 2t, 2t + 1 of row g of an 8x8 matrix, and gets those of its transpose
 //   ldmatrix_x4(view, i), ldmatrix_x2, ldmatrix_x4_trans, ldmatrix_x2_trans -> Vec<uint32_t, 4 or 2>: lane n gives the
 //     element index of row n % 8 of 8x8 matrix n / 8 (16 bytes, aligned); a lane gets (row g, columns 2t, 2t + 1) of
 //     each matrix, or of its transpose.

@@ -63,27 +63,32 @@ Vec<uint32_t, 2> ldmatrix_x2_trans(Shared<T> rows, int i) {
   return emulation::ldmatrix<2, true>("ldmatrix_x2_trans", rows, i);
 }
 
-#ifdef ELEMENT
-#if ELEMENT == 0
-using Half = Fp16;
-#else
-using Half = Bf16;
-#endif
+namespace emulation {
 
-inline uint32_t pack2(float lo, float hi) {
-  return from_float<Half>(lo).bits | static_cast<uint32_t>(from_float<Half>(hi).bits) << 16;
+template <typename T>
+uint32_t pack_as(float lo, float hi) {
+  return from_float<T>(lo).bits | static_cast<uint32_t>(from_float<T>(hi).bits) << 16;
 }
-inline Vec<float, 2> unpack2(uint32_t bits) {
-  return {to_float(Half{static_cast<uint16_t>(bits)}), to_float(Half{static_cast<uint16_t>(bits >> 16)})};
+template <typename T>
+Vec<float, 2> unpack_as(uint32_t bits) {
+  return {to_float(T{static_cast<uint16_t>(bits)}), to_float(T{static_cast<uint16_t>(bits >> 16)})};
 }
 // The product of two halves is exact in fp64, so that only the sum is rounded, as the hardware does.
-inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
-  const Vec<float, 2> x = unpack2(a), y = unpack2(b), z = unpack2(c);
-  return pack2(static_cast<float>(static_cast<double>(x[0]) * y[0] + z[0]),
-               static_cast<float>(static_cast<double>(x[1]) * y[1] + z[1]));
+template <typename T>
+uint32_t fma_as(uint32_t a, uint32_t b, uint32_t c) {
+  const Vec<float, 2> x = unpack_as<T>(a), y = unpack_as<T>(b), z = unpack_as<T>(c);
+  return pack_as<T>(static_cast<float>(static_cast<double>(x[0]) * y[0] + z[0]),
+                    static_cast<float>(static_cast<double>(x[1]) * y[1] + z[1]));
 }
 
-namespace emulation {
+inline void transpose(void **slots) {
+  uint16_t rows[8][8];
+  for (int i = 0; i < 32; ++i) std::memcpy(&rows[i / 4][2 * (i % 4)], slots[i], 4);
+  for (int i = 0; i < 32; ++i) {
+    const int g = i / 4, t = 2 * (i % 4);
+    *static_cast<uint32_t *>(slots[i]) = rows[t][g] | static_cast<uint32_t>(rows[t + 1][g]) << 16;
+  }
+}
 
 struct Multiply {
   FragmentC *c;
@@ -91,19 +96,20 @@ struct Multiply {
   const FragmentB *b;
 };
 
-inline void multiply(void **slots) {
+template <typename T>
+void multiply(void **slots) {
   float a[16][16], b[16][8], c[16][8];
   for (int i = 0; i < 32; ++i) {
     const auto *slot = static_cast<const Multiply *>(slots[i]);
     const int g = i / 4, t = 2 * (i % 4);
     for (int r = 0; r < 4; ++r) {
-      const Vec<float, 2> pair = unpack2(slot->a->r[r]);
+      const Vec<float, 2> pair = unpack_as<T>(slot->a->r[r]);
       float *to = &a[g + 8 * (r & 1)][t + 8 * (r >> 1)];
       to[0] = pair[0], to[1] = pair[1];
       c[g + 8 * (r >> 1)][t + (r & 1)] = slot->c->r[r];
     }
     for (int r = 0; r < 2; ++r) {
-      const Vec<float, 2> pair = unpack2(slot->b->r[r]);
+      const Vec<float, 2> pair = unpack_as<T>(slot->b->r[r]);
       b[t + 8 * r][g] = pair[0], b[t + 8 * r + 1][g] = pair[1];
     }
   }
@@ -121,9 +127,30 @@ inline void multiply(void **slots) {
 
 }  // namespace emulation
 
+inline uint32_t transpose_8x8(uint32_t row) {
+  machine->converge("transpose_8x8", &row, emulation::transpose);
+  return row;
+}
+inline uint32_t pack2_fp16(float lo, float hi) { return emulation::pack_as<Fp16>(lo, hi); }
+inline uint32_t fma2_fp16(uint32_t a, uint32_t b, uint32_t c) { return emulation::fma_as<Fp16>(a, b, c); }
+inline void mma_fp16(FragmentC &c, const FragmentA &a, const FragmentB &b) {
+  emulation::Multiply mine{&c, &a, &b};
+  machine->converge("mma_fp16", &mine, emulation::multiply<Fp16>);
+}
+
+#ifdef ELEMENT
+#if ELEMENT == 0
+using Half = Fp16;
+#else
+using Half = Bf16;
+#endif
+
+inline uint32_t pack2(float lo, float hi) { return emulation::pack_as<Half>(lo, hi); }
+inline Vec<float, 2> unpack2(uint32_t bits) { return emulation::unpack_as<Half>(bits); }
+inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) { return emulation::fma_as<Half>(a, b, c); }
 inline void mma(FragmentC &c, const FragmentA &a, const FragmentB &b) {
   emulation::Multiply mine{&c, &a, &b};
-  machine->converge("mma", &mine, emulation::multiply);
+  machine->converge("mma", &mine, emulation::multiply<Half>);
 }
 #endif
 
