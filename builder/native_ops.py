@@ -1,0 +1,183 @@
+"""`append`, `attend` and `score` of one step composed of plain layers: the native form of a TensorRT engine.
+
+Semantics are those of `plugins.append.params` and `plugins.attend.params`. It is the oracle of the plugin form and what
+TensorRT-RTX can build; it is not made to be fast: changed arenas are new tensors, so a step copies them.
+
+Rows of all sequences are laid against all listed page tokens, and a mask says which of them a row may read. A block
+belongs to one head, so its entries meet only that head's queries. Dead memory is read (what pads points to page 0;
+unfilled entries and unwritten tokens hold anything, NaN too) and never used: masks select, they do not multiply.
+G KV heads, M query heads per KV head, R rows, P pages, T page tokens, B blocks, E entries, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from builder.block_reader import BlockReader
+from builder.layers import Layers
+from builder.native_tables import BlockList, Geometry, Pick, StepTables, Tables
+
+T = TypeVar("T")
+
+NOTHING = -1e30  # logit of what a row does not see, and log-sum-exp of a row that sees nothing
+
+
+@dataclass(frozen=True, eq=False)
+class Arenas(Generic[T]):
+    """What attention reads and raises: pages and seen of one layer, blocks and score of all."""
+
+    pages: T
+    seen: T
+    blocks: T
+    score: T
+
+
+@dataclass(frozen=True, eq=False)
+class Attended(Generic[T]):
+    """out [R, G * M, D] model;   lse [R, G * M] real;   the raised seen and score."""
+
+    out: T
+    lse: T
+    seen: T
+    score: T
+
+
+@dataclass(frozen=True, eq=False)
+class _Parts(Generic[T]):
+    """The same for page tokens and for block entries: logits or weights [G, M, R, P * T] and [B, M, R, E], say."""
+
+    pages: T
+    blocks: T
+
+
+class NativeOps(Generic[T]):
+    """The operations of one step; what all layers share is composed once."""
+
+    def __init__(self, layers: Layers[T], geometry: Geometry, tables: Tables[T]) -> None:
+        self._l, self._g = layers, geometry
+        self._step = StepTables(layers, geometry, tables)
+        self._reader = BlockReader(layers, geometry.layout)
+
+    def append(self, k: T, v: T, pages: T, seen: T) -> tuple[T, T]:
+        """Stores k (rotated) and v [R, G, D] in the rows' slots and clears their `seen`; returns pages and seen."""
+        n, g = self._l, self._g
+        pick, (place, seen_place) = self._step.slot_pick, self._step.slot_places
+        both = n.concat([n.cast(n.reshape(x, (0, g.kv_heads, 1, g.head_dim)), "kv") for x in (k, v)], axis=2)
+        pages = self._put(pages, place, n.gather(both, pick.index), pick)
+        row = n.constant(torch.zeros(1, g.kv_heads), "fp16")
+        zero = n.mul(pick.index, n.constant(torch.zeros(1), "int32"))
+        return pages, self._put(seen, seen_place, n.gather(row, zero), pick)
+
+    def attend(self, layer: int, q: T, arenas: Arenas[T]) -> Attended[T]:
+        """q [R, G * M, D] model, rotated. `arenas.pages` holds this step's tokens already."""
+        n, heads = self._l, self._g.kv_heads * self._g.group_size
+        blocks = self._step.blocks(layer)
+        words = n.gather(arenas.blocks, blocks.ids)
+        logits = self._logits(q, arenas.pages, words, blocks)
+        top = self._top(logits, blocks)
+        powers = self._powers(logits, top, blocks)
+        sums = _Parts(n.reduce_sum(powers.pages, (3,)), n.reduce_sum(powers.blocks, (3,)))
+        total = self._joined(sums, blocks, 1)
+        total = n.select(n.less(self._real(0.0), total), total, self._real(1.0))
+        values = n.reshape(self._reader.values(words), (0, 1, self._g.layout.block_entries, self._g.head_dim))
+        outs = _Parts(n.matmul(powers.pages, self._page_values(arenas.pages)), n.matmul(powers.blocks, values))
+        out = n.div(self._joined(outs, blocks, self._g.head_dim), total)
+        of_blocks = n.div(powers.blocks, n.gather(total, blocks.head))
+        seen, score = self._raise(_Parts(n.div(powers.pages, total), of_blocks), blocks, arenas)
+        return Attended(
+            out=n.cast(n.reshape(n.transpose(out, (2, 0, 1, 3)), (0, heads, self._g.head_dim)), "model"),
+            lse=n.reshape(n.transpose(n.add(top, n.log(total)), (2, 0, 1, 3)), (0, heads)),
+            seen=seen,
+            score=score,
+        )
+
+    def score(self, layer: int, q: T, lse: T, arenas: Arenas[T]) -> tuple[T, T]:
+        """Raises seen and score by exp(logit - lse) of the rows that record, where lse [R, G * M] real is known."""
+        n, g = self._l, self._g
+        blocks = self._step.blocks(layer)
+        words = n.gather(arenas.blocks, blocks.ids)
+        logits = self._logits(q, arenas.pages, words, blocks)
+        known = n.transpose(n.reshape(lse, (0, g.kv_heads, g.group_size, 1)), (1, 2, 0, 3))
+        return self._raise(self._powers(logits, known, blocks), blocks, arenas)
+
+    def _logits(self, q: T, pages: T, words: T, blocks: BlockList[T]) -> _Parts[T]:
+        """Of everything listed, seen by the row or not."""
+        n, g = self._l, self._g
+        entries = g.layout.block_entries
+        split = n.reshape(n.cast(q, "real"), (0, g.kv_heads, g.group_size, g.head_dim))
+        queries = n.transpose(n.mul(split, self._real(g.scale)), (1, 2, 0, 3))
+        of_pages = n.matmul(queries, self._page_part(pages, 0), transpose_b=True)
+        keys = n.reshape(self._reader.keys(words), (0, 1, entries, g.head_dim))
+        of_blocks = n.matmul(n.gather(queries, blocks.head), keys, transpose_b=True)
+        bias = n.reshape(self._reader.bias(words), (0, 1, 1, entries))
+        return _Parts(of_pages, n.add(of_blocks, bias))
+
+    def _page_part(self, pages: T, which: int) -> T:
+        """[G, 1, P * T, D] real: keys (0) or values (1) of all listed pages, whatever unwritten tokens hold."""
+        n, g = self._l, self._g
+        listed = n.part(n.gather(pages, self._step.page_ids), 2, which, 1)
+        listed = n.reshape(listed, (0, g.kv_heads, g.page_tokens, g.head_dim))
+        by_head = n.reshape(n.transpose(listed, (1, 0, 2, 3)), (g.kv_heads, 1, -1, g.head_dim))
+        return n.cast(by_head, "real")
+
+    def _page_values(self, pages: T) -> T:
+        """[G, 1, P * T, D] real, 0 where no token is: weights of 0 would not hide a NaN."""
+        there = self._l.reshape(self._step.token_valid, (1, 1, -1, 1))
+        return self._l.select(there, self._page_part(pages, 1), self._real(0.0))
+
+    def _top(self, logits: _Parts[T], blocks: BlockList[T]) -> T:
+        """[G, M, R, 1]: the largest logit that a row sees; NOTHING if none."""
+        n, g = self._l, self._g
+        nothing = self._real(NOTHING)
+        of_pages = n.reduce_max(n.select(self._step.page_mask, logits.pages, nothing), (3,))
+        of_blocks = n.reduce_max(n.select(blocks.mask, logits.blocks, nothing), (3,))
+        own = n.reshape(blocks.own, (g.kv_heads, -1, 1, 1))
+        by_head = n.select(own, n.transpose(of_blocks, (3, 0, 1, 2)), nothing)  # [G, B, M, R]
+        return n.maximum(of_pages, n.transpose(n.reduce_max(by_head, (1,)), (0, 2, 3, 1)))
+
+    def _powers(self, logits: _Parts[T], top: T, blocks: BlockList[T]) -> _Parts[T]:
+        """exp(logit - top) of what a row sees, else 0; top [G, M, R, 1]."""
+        n = self._l
+        pages = n.exp(n.sub(logits.pages, top))
+        entries = n.exp(n.sub(logits.blocks, n.gather(top, blocks.head)))
+        return _Parts(
+            n.select(self._step.page_mask, pages, self._real(0.0)), n.select(blocks.mask, entries, self._real(0.0))
+        )
+
+    def _joined(self, parts: _Parts[T], blocks: BlockList[T], size: int) -> T:
+        """[G, M, R, size]: what pages give, plus the sum of what the head's blocks [B, M, R, size] give."""
+        n, g = self._l, self._g
+        own = n.select(blocks.own, self._real(1.0, 2), self._real(0.0, 2))
+        of_blocks = n.matmul(own, n.reshape(parts.blocks, (0, -1)))
+        return n.add(parts.pages, n.reshape(of_blocks, (g.kv_heads, g.group_size, -1, size)))
+
+    def _raise(self, weights: _Parts[T], blocks: BlockList[T], arenas: Arenas[T]) -> tuple[T, T]:
+        """seen and score, raised to the largest weight over recorded rows and the query heads of the group."""
+        n, g, zero = self._l, self._g, self._real(0.0)
+        of_pages = n.reduce_max(n.select(self._step.page_recorded, weights.pages, zero), (1, 2))
+        by_page = n.transpose(n.reshape(of_pages, (g.kv_heads, -1, g.page_tokens)), (1, 0, 2))
+        there = n.reshape(self._step.token_valid, (0, 1, g.page_tokens))
+        seen = self._put_larger(arenas.seen, by_page, there, self._step.page_pick)
+        of_blocks = n.reduce_max(n.select(blocks.recorded, weights.blocks, zero), (1, 2))
+        by_block = n.reshape(of_blocks, (0, g.layout.block_entries))
+        return seen, self._put_larger(arenas.score, by_block, blocks.valid, blocks.pick)
+
+    def _put_larger(self, arena: T, values: T, valid: T, pick: Pick[T]) -> T:
+        """arena[target] = max(arena[target], values) where valid; values, valid [n, ...] like the arena's rows."""
+        n = self._l
+        old = n.gather(arena, pick.target)
+        new = n.maximum(old, n.cast(n.gather(values, pick.index), "fp16"))
+        place = n.reshape(pick.target, (-1, 1))
+        return self._put(arena, place, n.select(n.gather(valid, pick.index), new, old), pick)
+
+    def _put(self, arena: T, place: T, values: T, pick: Pick[T]) -> T:
+        """Scatters picked values; if everything pads, what is there already."""
+        n = self._l
+        some = n.reshape(pick.some, (1,) * n.rank(values))
+        return n.scatter(arena, place, n.select(some, values, n.gather_at(arena, place)))
+
+    def _real(self, value: float, rank: int = 4) -> T:
+        return self._l.constant(torch.full((1,) * rank, value), "real")
