@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "fiber.hpp"
@@ -12,8 +13,6 @@
 #include "shared_memory.hpp"
 
 namespace hw::emulation {
-
-constexpr int WARP_LANES = 32;
 
 constexpr int COPY_PIECE = 16;  // bytes
 
@@ -35,7 +34,12 @@ struct Lane {
   LaneState state = LaneState::Ready;
   int wait_barrier = 0, wait_parity = 0;  // while Waiting
   uint64_t last_due = 0;  // when this lane's latest asynchronous copy is delivered
-  uint32_t fences = 0;    // calls of fence_async
+  Known known;            // steps this thread has seen of every thread and barrier, its own included
+  Step fenced = 0;        // its latest step that fence_async ended
+
+  int thread() const { return identity.thread; }
+  Step step() const { return known[thread()]; }
+  void next_step() { ++known[thread()]; }
 };
 
 struct Block;
@@ -52,7 +56,15 @@ struct Warp {
   int held_by = -1;          // id of the block barrier that the warp waits at, or -1
   int copy_barrier = -1;     // between copy_begin and copy_end: the barrier, and bytes announced and copied
   int announced = 0, copied = 0;
-  int stores_under_way = 0;  // bulk stores not yet read from shared memory and written
+  int stores_under_way = 0;  // bulk stores not yet delivered
+  std::vector<std::pair<int, int>> stored;  // offsets and bytes of bulk stores since the last bulk_store_wait
+
+  // Orders what each lane did before what any lane does after.
+  void join() {
+    for (int l = 1; l < WARP_LANES; ++l) learn(lanes[0].known, lanes[l].known);
+    for (int l = 1; l < WARP_LANES; ++l) lanes[l].known = lanes[0].known;
+    for (Lane &lane : lanes) lane.next_step();
+  }
 };
 
 // A barrier of the block's threads (bar.sync).
@@ -66,8 +78,12 @@ struct Barrier {
   int arrivals = 0, pending_arrivals = 0;
   int64_t pending_bytes = 0;
   uint64_t phase = 0;
-  const Lane *initialised_by = nullptr;
+  int writer = 0;        // its place in Known
+  int initialised_by = 0;
+  Step initialised_at = 0;
   bool visible = false;  // barrier_init_fence came after barrier_init
+  Known arrived;         // what the threads knew that arrived, of all phases
+  Known released;        // the same when the last phase completed: what a waiting thread learns
 
   bool passed(int parity) const { return static_cast<int>(phase & 1) != parity; }
 };
@@ -93,7 +109,9 @@ struct Block {
   std::map<int, Barrier> barriers;
   std::vector<Copy> copies;
 
-  Block(int index, int num_threads, int shared_bytes) : index(index), num_threads(num_threads), shared(shared_bytes) {}
+  Block(int index, int num_threads, int shared_bytes)
+      : index(index), num_threads(num_threads), shared(shared_bytes, num_threads / WARP_LANES) {}
+  Lane &lane(int thread) { return warps[thread / WARP_LANES]->lanes[thread % WARP_LANES]; }
   bool finished() const { return ended == num_threads; }
 };
 

@@ -45,7 +45,7 @@ void Launch::copy_begin(int barrier, int total_bytes, bool bulk) {
 }
 
 void Launch::begin_copies(Warp &warp, int offset, int total_bytes, bool bulk) {
-  Barrier &barrier = barrier_at(*warp.block, offset, "copy_begin");
+  Barrier &barrier = barrier_at(*warp.block, offset, "copy_begin", &warp.lanes[0]);
   if (!barrier.visible) fail("copy_begin: barrier_init_fence was not called after barrier_init at byte %d", offset);
   if (warp.copy_barrier >= 0) fail("copy_begin: copy_end of the barrier at byte %d is missing", warp.copy_barrier);
   if (total_bytes < 0 || total_bytes >= 1 << 20) fail("copy_begin: %d bytes, expected 0..1048575", total_bytes);
@@ -54,7 +54,7 @@ void Launch::begin_copies(Warp &warp, int offset, int total_bytes, bool bulk) {
   warp.copied = 0;
   if (!bulk) return;
   barrier.pending_bytes += total_bytes;
-  arrive(*warp.block, offset, "copy_begin");
+  arrive(*warp.block, offset, "copy_begin", &warp.lanes[0]);
 }
 
 void Launch::copy(int barrier, int dst, const void *src, int bytes, bool bulk) {
@@ -73,6 +73,12 @@ void Launch::issue_copy(Copy copy, bool bulk) {
   if (warp.copy_barrier != copy.barrier) fail("copy: copy_begin of the barrier at byte %d is missing", copy.barrier);
   const int bad = block.shared.first_other(copy.offset, copy.bytes, ByteState::Unwritten, ByteState::Written);
   if (bad >= 0) fail("copy of %d bytes to byte %d of shared memory: byte %d %s", copy.bytes, copy.offset, bad, block.shared.state(bad) == ByteState::Barrier ? "belongs to a barrier" : "is part of another copy under way");
+  const Barrier &barrier = block.barriers.at(copy.barrier);
+  for (int at = 0; at < copy.bytes; at += COPY_PIECE) {
+    const Lane &lane = warp.lanes[bulk ? 0 : at / COPY_PIECE % WARP_LANES];  // the lane that issues this piece
+    check_order(lane, copy.offset + at, COPY_PIECE, "copy", true);
+  }
+  block.shared.note_write(copy.offset, copy.bytes, barrier.writer, static_cast<Step>(barrier.phase + 1));
   block.shared.mark(copy.offset, copy.bytes, ByteState::Arriving);
   warp.copied += copy.bytes;
   traffic_.bulk_read += copy.bytes;
@@ -116,7 +122,10 @@ void Launch::end_copies(Warp &warp, int offset, bool bulk) {
   }
 }
 
-void Launch::fence_async() { lane_->fences += 1; }
+void Launch::fence_async() {
+  lane_->fenced = lane_->step();
+  lane_->next_step();
+}
 
 void Launch::bulk_store(void *dst, int src, int bytes, bool bulk) {
   CopyCall mine{this, lane_->warp, 0, src, dst, bytes, bulk};
@@ -124,30 +133,58 @@ void Launch::bulk_store(void *dst, int src, int bytes, bool bulk) {
     const CopyCall &call = same_in_all_lanes(slots, "bulk_store");
     Launch &launch = *call.launch;
     launch.check_copy("bulk_store", call.offset, call.global, call.bytes);
-    launch.issue_store({Copy::Kind::Out, 0, call.offset, call.global, call.bytes, COPY_PIECE, call.warp, 0, 0});
+    launch.issue_store({Copy::Kind::Out, 0, call.offset, call.global, call.bytes, COPY_PIECE, call.warp, 0, 0}, call.bulk);
   });
 }
 
-void Launch::issue_store(Copy copy) {
-  SharedMemory &shared = copy.warp->block->shared;
+void Launch::issue_store(Copy copy, bool bulk) {
+  Warp &warp = *copy.warp;
+  Block &block = *warp.block;
+  SharedMemory &shared = block.shared;
   const int bad = shared.first_other(copy.offset, copy.bytes, ByteState::Written, ByteState::Leaving);
   if (bad >= 0) {
     fail("bulk_store of %d bytes from byte %d of shared memory: byte %d %s", copy.bytes, copy.offset, bad,
          shared.state(bad) == ByteState::Unwritten ? "was never written" : "is part of a copy or a barrier");
   }
+  for (int at = 0; at < copy.bytes; at += COPY_PIECE) {
+    check_order(warp.lanes[bulk ? 0 : at / COPY_PIECE % WARP_LANES], copy.offset + at, COPY_PIECE, "bulk_store", false);
+  }
+  for (int i = copy.offset; i < copy.offset + copy.bytes; ++i) {
+    const int writer = shared.writer(i);
+    if (writer < block.num_threads && shared.write_step(i) > block.lane(writer).fenced) {
+      fail("bulk_store from byte %d of shared memory: thread %d wrote byte %d and did not call fence_async since",
+           copy.offset, writer, i);
+    }
+  }
   shared.mark(copy.offset, copy.bytes, ByteState::Leaving);
   traffic_.bulk_written += copy.bytes;
   copy.due = next_due();
-  ++copy.warp->stores_under_way;
-  copy.warp->block->copies.push_back(copy);
+  ++warp.stores_under_way;
+  warp.stored.emplace_back(copy.offset, copy.bytes);
+  block.copies.push_back(copy);
 }
 
 void Launch::bulk_store_wait() {
-  converge("bulk_store_wait", nullptr, [](void **) {});
+  CopyCall mine{this, lane_->warp, 0, 0, nullptr, 0, false};
+  converge("bulk_store_wait", &mine, [](void **) {});
   lane_->state = LaneState::Storing;
   while (lane_->warp->stores_under_way > 0) suspend();
   lane_->state = LaneState::Ready;
-  converge("bulk_store_wait (end)", nullptr, [](void **) {});
+  converge("bulk_store_wait (its end)", &mine, [](void **slots) {
+    const CopyCall &call = *static_cast<CopyCall *>(slots[0]);
+    call.launch->end_stores(*call.warp);
+  });
+}
+
+// Only now may the bytes be written again, by threads that are ordered after this warp.
+void Launch::end_stores(Warp &warp) {
+  SharedMemory &shared = warp.block->shared;
+  for (const auto &[offset, bytes] : warp.stored) {
+    shared.mark(offset, bytes, ByteState::Written);
+    shared.note_read(offset, bytes, warp.lanes[0].thread(), warp.lanes[0].step());
+  }
+  warp.stored.clear();
+  warp.join();
 }
 
 }  // namespace hw::emulation

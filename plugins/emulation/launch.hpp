@@ -31,7 +31,7 @@ class Launch final : public Machine {
   void converge(const char *word, void *slot, Perform perform) override;
   void warp_sync() override;
   void named_sync(const char *word, int id, int threads) override;
-  void shared_read(int offset, void *to, int bytes) override;
+  void shared_read(int offset, void *to, int bytes, int lane = -1) override;
   void shared_write(int offset, const void *from, int bytes) override;
   void global(Global kind, const void *address, int bytes) override;
   void barrier_init(int offset, int arrivals) override;
@@ -50,8 +50,9 @@ class Launch final : public Machine {
   void begin_copies(Warp &warp, int barrier, int total_bytes, bool bulk);
   void issue_copy(Copy copy, bool bulk);
   void end_copies(Warp &warp, int barrier, bool bulk);
-  void issue_store(Copy copy);
+  void issue_store(Copy copy, bool bulk);
   void check_copy(const char *word, int offset, const void *global, int bytes);
+  void end_stores(Warp &warp);
 
  private:
   // schedule.cpp
@@ -68,9 +69,11 @@ class Launch final : public Machine {
 
   // machine.cpp
   Block &block() { return *lane_->warp->block; }
-  Barrier &barrier_at(Block &block, int offset, const char *word);
-  void arrive(Block &block, int offset, const char *word);
+  Barrier &barrier_at(Block &block, int offset, const char *word, const Lane *user);
+  void arrive(Block &block, int offset, const char *word, Lane *by);
   void complete_if_done(Barrier &barrier);
+  void refuse_conflict(const Lane &lane, const Conflict &conflict, const char *access, const char *earlier);
+  void check_order(const Lane &lane, int offset, int bytes, const char *access, bool writes);
   void check_shared(int offset, int bytes, const char *what);
   uint64_t next_due();
 

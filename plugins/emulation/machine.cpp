@@ -46,7 +46,7 @@ void Launch::converge(const char *word, void *slot, Perform perform) {
 }
 
 void Launch::warp_sync() {
-  converge("warp_sync", nullptr, [](void **) {});
+  converge("warp_sync", lane_->warp, [](void **slots) { static_cast<Warp *>(slots[0])->join(); });
 }
 
 namespace {
@@ -94,7 +94,15 @@ void Launch::join_named(Warp &warp, int id, int threads) {
     warp.held_by = id;
     return;
   }
-  for (Warp *other : barrier.waiting) other->held_by = -1;
+  barrier.waiting.push_back(&warp);
+  Known all = warp.lanes[0].known;
+  for (const Warp *member : barrier.waiting) {
+    for (const Lane &lane : member->lanes) learn(all, lane.known);
+  }
+  for (Warp *member : barrier.waiting) {
+    for (Lane &lane : member->lanes) lane.known = all, lane.next_step();
+    member->held_by = -1;
+  }
   barrier.waiting.clear();
   barrier.arrived = 0;
 }
@@ -108,7 +116,27 @@ void Launch::check_shared(int offset, int bytes, const char *what) {
   }
 }
 
-void Launch::shared_read(int offset, void *to, int bytes) {
+void Launch::refuse_conflict(const Lane &lane, const Conflict &conflict, const char *access, const char *earlier) {
+  if (conflict.byte < 0) return;
+  const int num_threads = lane.identity.num_threads;
+  const bool copied = conflict.by >= num_threads;
+  std::string other = "thread " + std::to_string(conflict.by);
+  if (copied) {
+    for (const auto &[offset, barrier] : block().barriers) {
+      if (barrier.writer == conflict.by) other = "the copy that the barrier at byte " + std::to_string(offset) + " counts";
+    }
+  }
+  fail("%s by thread %d at byte %d of shared memory: nothing orders it after the %s by %s (a missing barrier)", access,
+       lane.thread(), conflict.byte, earlier, other.c_str());
+}
+
+void Launch::check_order(const Lane &lane, int offset, int bytes, const char *access, bool writes) {
+  const SharedMemory &shared = block().shared;
+  refuse_conflict(lane, shared.unordered_write(offset, bytes, lane.known), access, "write");
+  if (writes) refuse_conflict(lane, shared.unordered_read(offset, bytes, lane.known), access, "read");
+}
+
+void Launch::shared_read(int offset, void *to, int bytes, int lane) {
   check_shared(offset, bytes, "read");
   if (offset % bytes != 0) fail("read of %d bytes at byte %d of shared memory: not aligned to its size", bytes, offset);
   SharedMemory &shared = block().shared;
@@ -120,6 +148,9 @@ void Launch::shared_read(int offset, void *to, int bytes) {
          : state == ByteState::Arriving ? "is still arriving by an asynchronous copy"
                                         : "belongs to a barrier");
   }
+  const Lane &reader = lane < 0 ? *lane_ : lane_->warp->lanes[lane];
+  check_order(reader, offset, bytes, "read", false);
+  shared.note_read(offset, bytes, reader.thread(), reader.step());
   std::memcpy(to, shared.at(offset), bytes);
 }
 
@@ -135,8 +166,10 @@ void Launch::shared_write(int offset, const void *from, int bytes) {
          : state == ByteState::Leaving ? "is being copied out (bulk_store_wait comes first)"
                                        : "belongs to a barrier");
   }
-  std::memcpy(shared.at(offset), from, bytes);
+  check_order(*lane_, offset, bytes, "write", true);
+  shared.note_write(offset, bytes, lane_->thread(), lane_->step());
   shared.mark(offset, bytes, ByteState::Written);
+  std::memcpy(shared.at(offset), from, bytes);
 }
 
 void Launch::global(Global kind, const void *address, int bytes) {
@@ -151,9 +184,15 @@ void Launch::global(Global kind, const void *address, int bytes) {
 
 // ---- barriers
 
-Barrier &Launch::barrier_at(Block &block, int offset, const char *word) {
+// user: the thread that uses it, null when a copy does.
+Barrier &Launch::barrier_at(Block &block, int offset, const char *word, const Lane *user) {
   const auto found = block.barriers.find(offset);
   if (found == block.barriers.end()) fail("%s: no barrier was initialised at byte %d", word, offset);
+  const Barrier &barrier = found->second;
+  if (user != nullptr && user->known[barrier.initialised_by] < barrier.initialised_at) {
+    fail("%s: nothing orders it after barrier_init of the barrier at byte %d by thread %d (a missing barrier)", word,
+         offset, barrier.initialised_by);
+  }
   return found->second;
 }
 
@@ -163,48 +202,67 @@ void Launch::barrier_init(int offset, int arrivals) {
   if (arrivals < 1 || arrivals >= 1 << 20) fail("barrier_init: %d arrivals, expected 1..1048575", arrivals);
   if (block().barriers.count(offset)) fail("barrier_init: the barrier at byte %d is initialised already", offset);
   if (block().shared.first_other(offset, 8, ByteState::Unwritten, ByteState::Written) >= 0) {
-    fail("barrier_init at byte %d: a copy is under way there", offset);
+    fail("barrier_init at byte %d: a copy is under way there, or another barrier", offset);
   }
+  const int index = static_cast<int>(block().barriers.size());
+  if (index == MAX_BARRIERS) fail("barrier_init: more than the %d barriers of a block that are emulated", MAX_BARRIERS);
+  check_order(*lane_, offset, 8, "barrier_init", true);
   block().shared.mark(offset, 8, ByteState::Barrier);
-  block().barriers[offset] = Barrier{arrivals, arrivals, 0, 0, lane_, false};
+  Barrier &barrier = block().barriers[offset];
+  barrier.arrivals = barrier.pending_arrivals = arrivals;
+  barrier.writer = block().num_threads + index;
+  barrier.initialised_by = lane_->thread();
+  barrier.initialised_at = lane_->step();
+  barrier.arrived.assign(lane_->known.size(), 0);
+  barrier.released = barrier.arrived;
 }
 
 void Launch::barrier_init_fence() {
-  for (auto &[offset, barrier] : block().barriers) barrier.visible |= barrier.initialised_by == lane_;
+  for (auto &[offset, barrier] : block().barriers) barrier.visible |= barrier.initialised_by == lane_->thread();
 }
 
 void Launch::complete_if_done(Barrier &barrier) {
   if (barrier.pending_arrivals > 0 || barrier.pending_bytes > 0) return;
   ++barrier.phase;
   barrier.pending_arrivals = barrier.arrivals;
+  barrier.released = barrier.arrived;
+  barrier.released[barrier.writer] = static_cast<Step>(barrier.phase);
 }
 
-void Launch::arrive(Block &block, int offset, const char *word) {
-  Barrier &barrier = barrier_at(block, offset, word);
+// by: the arriving thread, null when a copy arrives.
+void Launch::arrive(Block &block, int offset, const char *word, Lane *by) {
+  Barrier &barrier = barrier_at(block, offset, word, by);
   if (barrier.pending_arrivals == 0) {
     fail("%s: phase %llu of the barrier at byte %d already has its %d arrivals (one too many)", word,
          static_cast<unsigned long long>(barrier.phase), offset, barrier.arrivals);
+  }
+  if (by != nullptr) {
+    learn(barrier.arrived, by->known);
+    by->next_step();
   }
   --barrier.pending_arrivals;
   complete_if_done(barrier);
 }
 
-void Launch::barrier_arrive(int offset) { arrive(block(), offset, "barrier_arrive"); }
+void Launch::barrier_arrive(int offset) { arrive(block(), offset, "barrier_arrive", lane_); }
 
 void Launch::barrier_wait(int offset, int parity) {
-  Barrier &barrier = barrier_at(block(), offset, "barrier_wait");
+  Barrier &barrier = barrier_at(block(), offset, "barrier_wait", lane_);
   if (parity != 0 && parity != 1) fail("barrier_wait: parity %d, expected 0 or 1", parity);
-  if (barrier.passed(parity)) return;
   const uint64_t phase = barrier.phase;
-  lane_->wait_barrier = offset;
-  lane_->wait_parity = parity;
-  lane_->state = LaneState::Waiting;
-  while (!barrier.passed(parity)) suspend();
-  lane_->state = LaneState::Ready;
-  if (barrier.phase > phase + 1) {
-    fail("barrier_wait: the barrier at byte %d went on from phase %llu to %llu while this thread waited", offset,
-         static_cast<unsigned long long>(phase), static_cast<unsigned long long>(barrier.phase));
+  if (!barrier.passed(parity)) {
+    lane_->wait_barrier = offset;
+    lane_->wait_parity = parity;
+    lane_->state = LaneState::Waiting;
+    while (!barrier.passed(parity)) suspend();
+    lane_->state = LaneState::Ready;
+    if (barrier.phase > phase + 1) {
+      fail("barrier_wait: the barrier at byte %d went on from phase %llu to %llu while this thread waited", offset,
+           static_cast<unsigned long long>(phase), static_cast<unsigned long long>(barrier.phase));
+    }
   }
+  // Who knows of the phase has learnt, perhaps from another thread, all that it released.
+  if (lane_->known[barrier.writer] < barrier.released[barrier.writer]) learn(lane_->known, barrier.released);
 }
 
 // ---- entry points

@@ -40,7 +40,8 @@ class Machine {
   virtual void warp_sync() = 0;
   virtual void named_sync(const char *word, int id, int threads) = 0;
 
-  virtual void shared_read(int offset, void *to, int bytes) = 0;
+  // lane: of the running thread's warp, on whose behalf it reads; -1: itself.
+  virtual void shared_read(int offset, void *to, int bytes, int lane = -1) = 0;
   virtual void shared_write(int offset, const void *from, int bytes) = 0;
   // Checks the address and counts the bytes; the caller moves them.
   virtual void global(Global kind, const void *address, int bytes) = 0;

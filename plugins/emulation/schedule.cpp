@@ -56,6 +56,8 @@ void Launch::start_block(int index) {
       lane.stack = stacks_.back().get();
       lane.identity = {w * WARP_LANES + l, plan_.threads, index, plan_.grid};
       lane.warp = &warp;
+      lane.known.assign(plan_.threads + MAX_BARRIERS, 0);
+      lane.next_step();
     }
   }
 }
@@ -71,6 +73,12 @@ void Launch::finish_block(size_t at) {
     throw LaunchFailed{};
   }
   for (const auto &warp : block.warps) {
+    if (!warp->stored.empty()) {
+      error_ = "block " + std::to_string(block.index) + ", warp " + std::to_string(warp->index) +
+               ": ended after a bulk_store without bulk_store_wait";
+      failed_ = true;
+      throw LaunchFailed{};
+    }
     for (Lane &lane : warp->lanes) {
       const auto used = std::find_if(stacks_.begin(), stacks_.end(), [&](auto &s) { return s.get() == lane.stack; });
       free_stacks_.push_back(std::move(*used));
@@ -176,7 +184,7 @@ void Launch::deliver(Block &block, const Copy &copy) {
       } else {
         std::memcpy(global + at, block.shared.at(copy.offset + at), piece);
       }
-      block.shared.mark(copy.offset + at, piece, ByteState::Written);
+      if (copy.kind == Copy::Kind::In) block.shared.mark(copy.offset + at, piece, ByteState::Written);
       if (copy.stride == COPY_PIECE) break;
     }
   }
@@ -187,7 +195,7 @@ void Launch::deliver(Block &block, const Copy &copy) {
   Barrier &barrier = block.barriers.at(copy.barrier);
   barrier.pending_bytes -= copy.announced_bytes;
   if (copy.kind == Copy::Kind::Arrive) {
-    arrive(block, copy.barrier, "copy_end");
+    arrive(block, copy.barrier, "copy_end", nullptr);
   } else {
     complete_if_done(barrier);
   }

@@ -26,7 +26,7 @@ void load_matrices(void **slots) {
   for (int m = 0; m < MATRICES; ++m) {
     uint16_t rows[8][8];
     for (int r = 0; r < 8; ++r) {
-      machine->shared_read(static_cast<MatrixLoad<MATRICES> *>(slots[8 * m + r])->row, rows[r], 16);
+      machine->shared_read(static_cast<MatrixLoad<MATRICES> *>(slots[8 * m + r])->row, rows[r], 16, 8 * m + r);
     }
     for (int i = 0; i < 32; ++i) {
       const int g = i / 4, t = 2 * (i % 4);
