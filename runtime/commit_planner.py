@@ -4,46 +4,110 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
+from plugins.commit.choices import LineChoices, Pooling, ScoreKind
 from runtime.kv_state import ConversationKv, Page, make_block_table
 from runtime.lifecycle import Event, State
+from runtime.policy.base import Policy
 from runtime.step import CommitRules, LinePlan, LineResult, PublishPlan, int32
 
 
-def make_line_plan(handle: int, kv: ConversationKv) -> LinePlan:
-    """Everything staged, and a budget over all that was ever committed."""
-    slots = int32()
+def make_line_plan(handle: int, kv: ConversationKv, num_layers: int, pressure: float = 0.0) -> LinePlan:
+    """Everything staged, and a budget over all that was ever committed.
+
+    pressure: share of the KV memory in use, for policies that ask for it.
+    """
+    slots, positions = int32(), int32()
     for page in kv.staged_pages():
         first = page.page_id * kv.page_tokens
-        slots.extend(first + i for i, p in enumerate(page.positions) if not kv.is_protected(p))
-    policy = kv.policy
-    keep = math.ceil(policy.budget_ratio * (kv.committed_tokens + len(slots)) * kv.num_rows)
-    rules = CommitRules(
+        loose = [(first + i, p) for i, p in enumerate(page.positions) if not kv.is_protected(p)]
+        slots.extend(slot for slot, _ in loose)
+        positions.extend(p for _, p in loose)
+    policy = kv.policy.at_commit(kv.num_commits)
+    quotas = _layer_quotas(policy, kv, len(slots), num_layers)
+    if policy.share == "head":
+        quotas = [share for quota in quotas for share in _split_evenly(quota, kv.num_rows // num_layers)]
+    return LinePlan(
+        handle=handle,
+        staged_slots=slots,
+        blocks=kv.blocks,
+        keep_entries=sum(quotas),
+        rules=_rules(policy, kv.num_tokens, pressure),
+        quotas=() if policy.share == "conversation" else tuple(quotas),
+        positions=positions,
+        num_tokens=kv.num_tokens,
+    )
+
+
+def _rules(policy: Policy, num_tokens: int, pressure: float) -> CommitRules:
+    kinds: dict[str, ScoreKind] = {"recency": "position", "gate": "gate"}
+    tiers = policy.tiers_at(num_tokens)
+    choices = LineChoices(
+        score=kinds.get(policy.score, "recorded"),
+        smooth=policy.smooth,
+        redundancy=policy.redundancy,
+        threshold=None if policy.thresholds is None else policy.thresholds.at(pressure),
+        redraw=policy.redraw,
+        pooling=Pooling(tiers, policy.pool_bias) if tiers else None,
+    )
+    return CommitRules(
         floor_entries=policy.floor_entries,
         absorb_gate=policy.absorb_gate,
         layer_scale=policy.layer_scale,
         protect_outlier_z=policy.protection.outlier_z,
+        choices=choices,
+        gate=policy.gate.file if policy.gate is not None else "",
     )
-    return LinePlan(handle, slots, kv.blocks, keep, rules)
 
 
-def blocks_to_dissolve(alive: Sequence[int], new_kept: int, block_entries: int, repack_ratio: float) -> set[int]:
+def _layer_quotas(policy: Policy, kv: ConversationKv, num_staged: int, num_layers: int) -> list[int]:
+    """Entries that each layer keeps; their sum is the budget of the conversation.
+
+    Of a policy that does not redraw, old entries all stay and the budget is one of the staged tokens.
+    """
+    rows = kv.num_rows // num_layers
+    if policy.tiers and not policy.pools_by_score:
+        ratio, num_tokens = 0.0, 0
+    else:
+        ratio = policy.budget_at(kv.num_tokens)
+        num_tokens = num_staged + (kv.committed_tokens if policy.redraw else 0)
+    total = 0.0
+    quotas: list[int] = []
+    for layer in range(num_layers):  # rounded so that the sums are right
+        total += ratio * num_tokens * rows * policy.layer_weight(layer, num_layers)
+        quotas.append(math.ceil(total - 1e-6) - sum(quotas))
+    if not policy.redraw:
+        starts, lens = kv.blocks.starts, kv.blocks.lens
+        quotas = [
+            quota + sum(lens[starts[layer * rows] : starts[(layer + 1) * rows]]) for layer, quota in enumerate(quotas)
+        ]
+    return quotas
+
+
+def _split_evenly(total: int, parts: int) -> list[int]:
+    """`total` in whole parts that differ by 1 at most."""
+    return [total * (i + 1) // parts - total * i // parts for i in range(parts)]
+
+
+def blocks_to_dissolve(
+    alive: Sequence[int], new_kept: int, block_entries: int, repack_ratio: float, forced: Set[int] = frozenset()
+) -> set[int]:
     """Indices of one row's blocks to empty, so that the row ends with the fewest blocks.
 
     Only blocks with less than `repack_ratio` of their entries above the line are candidates, emptiest first;
-    of equal savings the one that rewrites fewest entries wins.
+    of equal savings the one that rewrites fewest entries wins. `forced` blocks go in any case.
     """
-    candidates = sorted((n, i) for i, n in enumerate(alive) if n < repack_ratio * block_entries)
-    best, best_blocks = 0, math.ceil(new_kept / block_entries)
-    moved = new_kept
+    candidates = sorted((n, i) for i, n in enumerate(alive) if n < repack_ratio * block_entries and i not in forced)
+    moved = new_kept + sum(alive[i] for i in forced)
+    best, best_blocks = 0, math.ceil(moved / block_entries)
     for count, (num_alive, _) in enumerate(candidates, start=1):
         moved += num_alive
         blocks_after = math.ceil(moved / block_entries) - count
         if blocks_after < best_blocks:
             best, best_blocks = count, blocks_after
-    return {i for _, i in candidates[:best]}
+    return {i for _, i in candidates[:best]} | set(forced)
 
 
 @dataclass(frozen=True)
@@ -108,6 +172,7 @@ class CommitDraft:
         freed_blocks = int32(b for b, gone in zip(kv.blocks.ids, self.dissolve, strict=True) if gone)
         flow = [page for page in kv.pages if page.state is State.ACTIVE and not page.compacted]
         kv.committed_tokens += kv.num_staged
+        kv.num_commits += 1
         self._move_entries(kv)
         kv.set_pages(compacted + flow)
         kv.blocks = plan.blocks
@@ -133,7 +198,9 @@ def draft_commit(kv: ConversationKv, line: LineResult, block_entries: int) -> Co
     alive_moved = below_moved = 0
     for row in range(kv.num_rows):
         first, last = table.starts[row], table.starts[row + 1]
-        gone = blocks_to_dissolve(line.alive[first:last], line.new_kept[row], block_entries, kv.policy.repack_ratio)
+        forced = {i for i, flag in enumerate(line.repooled[first:last]) if flag}
+        alive, kept = line.alive[first:last], line.new_kept[row]
+        gone = blocks_to_dissolve(alive, kept, block_entries, kv.policy.repack_ratio, forced)
         stays: list[tuple[int, int]] = []
         written = line.new_kept[row]
         for i in range(first, last):

@@ -27,6 +27,10 @@ class UnknownPolicyError(RequestError):
     """A policy name that is not registered."""
 
 
+class UnsupportedPolicyError(RequestError):
+    """A policy that is registered but does not fit the model or the engine."""
+
+
 class UnknownConversationError(RequestError):
     """A conversation id that the engine does not hold."""
 

@@ -12,7 +12,7 @@ import torch
 from plugins.append.cpu import TorchAppend
 from plugins.append.params import AppendForm, AppendStep, Rotary
 from plugins.attend.cpu import TorchAttend
-from plugins.attend.params import AttendForm, AttendStep
+from plugins.attend.params import RECORD_SUM, AttendForm, AttendStep
 from plugins.commit.line import draw_line
 from plugins.commit.publish import publish
 from plugins.memory import KvMemory
@@ -160,6 +160,9 @@ class TorchExecutor(PagedExecutor):
             members = sequences[first:last]
             end_row = first_row + sum(len(rows.token_ids) for rows in members)
             memory = self._memory_of(block_format)
-            attend = self._forms.attend.begin(memory, self._tables.build(members), self._scale)
+            form, tables = self._forms.attend, self._tables.build(members)
+            if any(RECORD_SUM in rows.record for rows in members):  # which kernels and native forms do not know
+                form, tables = TORCH_FORMS.attend, tables.to(self._storage.device)
+            attend = form.begin(memory, tables, self._scale)
             yield _Group(slice(first_row, end_row), attend)
             first, first_row = last, end_row

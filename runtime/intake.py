@@ -12,6 +12,7 @@ from runtime.detokenizer import StopMatcher, Tokenizer
 from runtime.errors import ConversationBusyError, OutOfMemoryError, PromptTooLongError, RequestError
 from runtime.policy.base import Policy
 from runtime.policy.registry import get_policy
+from runtime.policy.task_type import detect_task
 from runtime.protection import protected_ranges, token_ranges
 from runtime.request import Request
 
@@ -59,9 +60,10 @@ class Intake:
                 f"conversation_id: {request.conversation_id!r} is still running a turn; one turn at a time: wait for "
                 f"its end or cancel it"
             )
-        if request.policy is not None and get_policy(request.policy) is not conversation.policy:
+        policy = conversation.policy
+        if request.policy is not None and get_policy(request.policy).name not in (policy.name, policy.chosen_from):
             raise RequestError(
-                f"kv_policy: got {request.policy!r} for a conversation begun with {conversation.policy.name!r}; "
+                f"kv_policy: got {request.policy!r} for a conversation begun with {policy.name!r}; "
                 f"leave it out, or start a new conversation"
             )
         return conversation
@@ -132,7 +134,8 @@ class Intake:
             )
 
     def _policy(self, request: Request) -> Policy:
-        return get_policy(request.policy if request.policy is not None else self._default_policy)
+        policy = get_policy(request.policy if request.policy is not None else self._default_policy)
+        return policy.for_task(detect_task(request.text)) if policy.by_task else policy
 
     def _prompt(self, request: Request, conversation: Conversation) -> _Prompt:
         if request.conversation_id is None:

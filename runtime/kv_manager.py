@@ -17,6 +17,7 @@ from runtime.kv_state import ConversationKv, Page, make_block_table
 from runtime.lifecycle import Event, State, transition
 from runtime.page_pool import ByteBudget, IdPool
 from runtime.policy.base import Policy
+from runtime.policy.check import check_model
 from runtime.request import KvStats
 from runtime.step import BlockTable, KvView, LinePlan, LineResult, PublishPlan, int32
 
@@ -102,8 +103,12 @@ class KvManager:
     # Conversations
 
     def open(self, handle: int, policy: Policy) -> None:
-        """Starts an empty cache; its first tokens are protected as the policy says."""
+        """Starts an empty cache; its first tokens are protected as the policy says.
+
+        Raises UnsupportedPolicyError, with nothing changed, for a policy that this model cannot have.
+        """
         assert handle not in self._conversations, handle
+        check_model(policy, self.spec)
         block_format = self._kv_dtype if policy.block_format == "kv" else policy.block_format
         kv = ConversationKv(policy, block_format, self.spec.num_kv_rows, self.page_tokens)
         kv.protect(0, policy.protection.sink_tokens)
@@ -232,7 +237,7 @@ class KvManager:
     def plan_commit(self, handle: int) -> LinePlan | None:
         """First half of a commit of everything staged; None if nothing is."""
         kv = self._conversations[handle]
-        return make_line_plan(handle, kv) if kv.num_staged else None
+        return make_line_plan(handle, kv, self.spec.num_layers, self.pressure) if kv.num_staged else None
 
     def reserve_publish(self, plan: LinePlan, line: LineResult) -> CommitReservation:
         """Second half: which blocks dissolve, and room for the new ones. OutOfMemoryError changes nothing."""

@@ -48,6 +48,7 @@ class ConversationKv:
 
     pages: in table order; the last one is where new tokens go, unless it is full, compacted or not active.
     committed_tokens: logical tokens that went through a commit; the budget is a share of them.
+    num_commits: commits so far, for policies that alternate.
     unprobed: [start, end) spans of logical positions that were staged and not yet re-read.
     """
 
@@ -60,6 +61,7 @@ class ConversationKv:
         self.ledger = Ledger()
         self.num_tokens = 0
         self.committed_tokens = 0
+        self.num_commits = 0
         self.peak_bytes = 0
         self.unprobed: list[tuple[int, int]] = []
         self._protected = bytearray()

@@ -71,7 +71,7 @@ def conversation_memory(model: ModelSpec, limits: EngineLimits, policy: Policy, 
     if policy.compresses and num_tokens >= policy.schedule.min_tokens:
         active = min(num_tokens, policy.schedule.recent_tokens + policy.protection.sink_tokens)
         committed = num_tokens - active
-        entries = min(committed, max(policy.floor_entries, round(policy.budget_ratio * committed)))
+        entries = policy.expected_entries(committed)
     num_pages = -(-active // limits.page_tokens)
     num_blocks = model.num_kv_rows * -(-entries // limits.block_entries)
     table_words = 2 * num_pages + 2 * num_blocks + (model.num_kv_rows + 1 if num_blocks else 0)
@@ -90,4 +90,6 @@ def committed_token_bytes(model: ModelSpec, limits: EngineLimits, policy: Policy
     if not policy.compresses:
         return page_layout(model, limits).page_bytes / limits.page_tokens
     layout = block_layout(model, limits, policy.block_format)
-    return policy.budget_ratio * model.num_kv_rows * layout.stored_bytes / limits.block_entries
+    many = limits.max_seq_len
+    per_token = (policy.expected_entries(2 * many) - policy.expected_entries(many)) / many
+    return per_token * model.num_kv_rows * layout.stored_bytes / limits.block_entries

@@ -14,10 +14,12 @@ from typing import Protocol
 
 import torch
 
+from plugins.commit.gate import GateWeights
 from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
 from plugins.memory import KvMemory
 from plugins.staging import TableStaging
 from runtime.config import EngineLimits, ModelSpec
+from runtime.gates import load_gate
 from runtime.kv_storage import KvStorage
 from runtime.sampling import sample
 from runtime.step import (
@@ -74,6 +76,7 @@ class PagedExecutor(ABC):
         self._checks = TableChecks(TableBounds.of(spec, limits, storage.num_pages), storage)
         self._memory: dict[str, KvMemory] = {}  # by block format
         self._decided: tuple[LinePlan, Decision] | None = None
+        self._gates: dict[str, GateWeights] = {}  # by file
 
     @abstractmethod
     def _forward(
@@ -140,11 +143,18 @@ class PagedExecutor(ABC):
                 rules.floor_entries,
                 rules.layer_scale,
                 rules.protect_outlier_z,
+                rules.choices,
+                plan.quotas,
+                put(int64_tensor(plan.positions)),
+                plan.num_tokens,
+                self._gate(rules.gate) if rules.gate else None,
             )
         decision = self._commit_forms.draw_line(self._memory_of(plan.blocks.format), params)
         self._decided = (plan, decision)
         new_kept, alive = decision.staged_keep.sum(dim=1), decision.alive.sum(dim=1)
-        return LineResult(decision.line, int32(new_kept.tolist()), int32(alive.tolist()))
+        return LineResult(
+            decision.line, int32(new_kept.tolist()), int32(alive.tolist()), int32(map(int, decision.repooled))
+        )
 
     @torch.inference_mode()
     def publish(self, plan: PublishPlan) -> PublishResult:
@@ -169,6 +179,12 @@ class PagedExecutor(ABC):
         self._storage.release_pages(page_ids)
         if blocks is not None and blocks.num_blocks:
             self._storage.blocks(blocks.format).release(blocks.ids)
+
+    def _gate(self, file: str) -> GateWeights:
+        """The trained scorer, read when it is first asked for."""
+        if file not in self._gates:
+            self._gates[file] = load_gate(file, self._storage.device)
+        return self._gates[file]
 
     def _memory_of(self, block_format: str) -> KvMemory:
         """The arenas of pages and of one block format; "" for steps that read no block, for which none is made."""

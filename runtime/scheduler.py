@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from runtime.conversation import Conversation
 from runtime.errors import OutOfMemoryError
 from runtime.kv_manager import Freed, KvManager, RowReservation
+from runtime.policy.recording import recording_of
 from runtime.step import SampleSpec, SequencePlan, StepPlan
 
 
@@ -153,6 +154,7 @@ class Scheduler:
         turn.new_pages += len(reservation.new_page_ids)
         kv = self._manager[conversation.handle]
         first, last = kv.num_tokens, kv.num_tokens + reservation.num_tokens
+        recording = recording_of(conversation.policy, first, last, turn.prompt_end)
         sample: SampleSpec | None = None
         if last == len(conversation.tokens) and turn.request.sampling.max_tokens > 0:
             sample = turn.sample_spec(conversation.generated)
@@ -162,7 +164,9 @@ class Scheduler:
             first_position=first,
             slots=reservation.slots,
             view=reservation.view,
-            record_seen=conversation.policy.compresses,
-            record_skip=conversation.policy.schedule.recent_tokens,
+            record_seen=recording.on,
+            record_skip=conversation.policy.record_skip,
             sample=sample,
+            record_last=recording.last_rows,
+            record_sum=recording.adds,
         )

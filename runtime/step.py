@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from plugins.commit.choices import PLAIN, LineChoices
+
 
 def int32(values: object = ()) -> array[int]:
     """An int32 array."""
@@ -88,6 +90,8 @@ class SequencePlan:
         (the last `SEEN_LAST_ROWS` and every `SEEN_EVERY`-th).
     record_skip: page tokens up to and including a row whose weights are not recorded for that row: the recent
         window, which stays active whatever its scores (see `plugins.attend.params`).
+    record_last: only so many last rows record; 0: the sample above.
+    record_sum: every row records, and weights are added up instead of compared.
     sample: None for a chunk that is not the last of its prompt.
     """
 
@@ -99,6 +103,8 @@ class SequencePlan:
     record_seen: bool
     record_skip: int
     sample: SampleSpec | None
+    record_last: int = 0
+    record_sum: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +154,16 @@ class CommitRules:
     layer_scale: [num_layers] factors on scores before the line, or empty for 1.
     protect_outlier_z: entries whose score lies more than z standard deviations over the mean of their head
         at their first commit are protected for good; None switches the rule off.
+    choices: how entries are ranked and what becomes of those below.
+    gate: file of the trained scorer that choices.score "gate" asks for.
     """
 
     floor_entries: int = 16
     absorb_gate: float | None = 0.35
     layer_scale: tuple[float, ...] = ()
     protect_outlier_z: float | None = None
+    choices: LineChoices = PLAIN
+    gate: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,6 +172,8 @@ class LinePlan:
 
     staged_slots: [num_staged] tokens to commit, protected ones not among them.
     keep_entries: entries to keep over all rows together (the floor may raise it).
+    quotas: the same for each group of consecutive rows, of equal size: layers, or single rows; empty: one line.
+    positions: [num_staged] logical positions of the staged tokens.   num_tokens: length of the conversation.
     """
 
     handle: int
@@ -169,6 +181,9 @@ class LinePlan:
     blocks: BlockTable
     keep_entries: int
     rules: CommitRules
+    quotas: tuple[int, ...] = ()
+    positions: array[int] = field(default_factory=int32)
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,11 +191,13 @@ class LineResult:
     """Counts only; scores stay on the device.
 
     new_kept: [num_rows] staged tokens above the line.   alive: [num_blocks] entries above it per old block.
+    repooled: [num_blocks] 1 for old blocks that must dissolve since entries of theirs merge; empty: none.
     """
 
     line: float
     new_kept: array[int]
     alive: array[int]
+    repooled: array[int] = field(default_factory=int32)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from plugins.attend.params import LayerBlocks, StepTables
+from plugins.attend.params import RECORD_SUM, LayerBlocks, StepTables
 from runtime.config import ModelSpec
 from runtime.step import BlockTable, KvView, SequencePlan, int32
 
@@ -20,7 +20,10 @@ CACHED_TABLES = 64
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """Rows of one conversation.   record: [num_tokens] 1 where attention raises scores; record_skip: as in the plan."""
+    """Rows of one conversation.   record: [num_tokens] 0, 1 or RECORD_SUM, see `plugins.attend.params`.
+
+    record_skip: as in the plan.
+    """
 
     token_ids: Sequence[int]
     first_position: int
@@ -31,10 +34,15 @@ class StepRows:
 
     @classmethod
     def of(cls, sequence: SequencePlan) -> StepRows:
-        """A decode row records if asked to; a chunk does with its last rows and every `SEEN_EVERY`-th position."""
+        """A decode row records if asked to; a chunk does with its last rows and every `SEEN_EVERY`-th position, unless
+        the plan says which."""
         count, first = len(sequence.token_ids), sequence.first_position
         if not sequence.record_seen:
             record = bytes(count)
+        elif sequence.record_sum:
+            record = bytes([RECORD_SUM]) * count
+        elif sequence.record_last:
+            record = bytes(i >= count - sequence.record_last for i in range(count))
         elif count <= SEEN_LAST_ROWS:
             record = b"\x01" * count
         else:

@@ -7,12 +7,12 @@ reduced into its KV head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from plugins.attend.params import AttendParams, AttendStep, StepTables
+from plugins.attend.params import RECORD_SUM, AttendParams, AttendStep, StepTables
 from plugins.blocks import read_bias, read_keys, read_values
 from plugins.memory import KvMemory
 
@@ -69,6 +69,8 @@ def attend(params: AttendParams) -> None:
         if first == last:
             continue
         pages, blocks = _gather_pages(params, sequence), _gather_blocks(params, sequence)
+        combine = torch.add if bool((tables.record[first:last] == RECORD_SUM).any()) else torch.maximum
+        reduce = _total if combine is torch.add else _top
         page_top = blocks_top = None
         for start, end in _tiles(params, first, last, pages.page.shape[0]):
             hidden = last - start - torch.arange(1, end - start + 1, device=params.q.device)
@@ -77,13 +79,13 @@ def attend(params: AttendParams) -> None:
             if not bool(recorded.any()):
                 continue
             _skip_newest(weights.pages, hidden + record_skip[sequence])
-            top = _top(weights.pages, recorded)
-            page_top = top if page_top is None else torch.maximum(page_top, top)
+            top = reduce(weights.pages, recorded)
+            page_top = top if page_top is None else combine(page_top, top)
             if weights.blocks is not None:
-                top = _top(weights.blocks, recorded)
-                blocks_top = top if blocks_top is None else torch.maximum(blocks_top, top)
+                top = reduce(weights.blocks, recorded)
+                blocks_top = top if blocks_top is None else combine(blocks_top, top)
         if page_top is not None:
-            _raise_scores(params, (pages, blocks), page_top, blocks_top)
+            _raise_scores(params, (pages, blocks), (page_top, blocks_top), combine)
 
 
 def _tiles(params: AttendParams, first: int, last: int, num_tokens: int) -> Iterator[tuple[int, int]]:
@@ -177,24 +179,33 @@ def _skip_newest(weights: torch.Tensor, skipped: torch.Tensor) -> None:
 
 def _top(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """weights [m, rows * group, n] -> largest over recorded rows and the group [m, n]."""
+    return torch.amax(_by_row(weights, recorded), dim=(1, 2))
+
+
+def _total(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """weights [m, rows * group, n] -> sum over recorded rows of the mean over the group [m, n]."""
+    return _by_row(weights, recorded).mean(dim=2).sum(dim=1)
+
+
+def _by_row(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """weights [m, rows * group, n] -> those of recorded rows [m, recorded rows, group, n]."""
     rows = recorded.shape[0]
     by_row = weights.view(weights.shape[0], rows, weights.shape[1] // rows, weights.shape[2])
-    if not bool(recorded.all()):
-        by_row = by_row[:, recorded]
-    return torch.amax(by_row, dim=(1, 2))
+    return by_row if bool(recorded.all()) else by_row[:, recorded]
 
 
 def _raise_scores(
     params: AttendParams,
     parts: tuple[PagePart, BlockPart | None],
-    page_top: torch.Tensor,
-    blocks_top: torch.Tensor | None,
+    tops: tuple[torch.Tensor, torch.Tensor | None],
+    combine: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> None:
     pages, blocks = parts
+    page_top, blocks_top = tops
     seen = params.seen.permute(0, 2, 1)
     where = (pages.page, pages.offset)
-    seen[where] = torch.maximum(seen[where], page_top.T.half())
+    seen[where] = combine(seen[where], page_top.T.half())
     if blocks is not None and blocks_top is not None:
         old = params.score.index_select(0, blocks.ids)
-        raised = torch.where(torch.isinf(blocks.bias), old, torch.maximum(old, blocks_top.half()))
+        raised = torch.where(torch.isinf(blocks.bias), old, combine(old, blocks_top.half()))
         params.score.index_copy_(0, blocks.ids, raised)

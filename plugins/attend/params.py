@@ -7,6 +7,9 @@ out = softmax(scale * q.k + bias) . v over that union. For rows with `record` se
 rows and over the query heads of the group raises `seen` (pages) and `score` (blocks): x = max(x, weight).
 Blocks themselves are never written.
 
+Where `record` is RECORD_SUM, in all recorded rows of a sequence, weights are added up instead: x = x + the sum over
+rows of the mean over the group's query heads. Only the torch form and the reference know it; executors run it then.
+
 What a row reads among the newest `record_skip` page tokens up to and including itself is not recorded. Heads that
 look at their neighbourhood give every token a large weight when it is new, which says nothing about whether it is
 needed once it is old; and the newest tokens stay active anyway, so nobody asks for their score yet. Skipping 128 took
@@ -17,13 +20,15 @@ tokens, 35 % of the entries kept, unquantized). Committed entries are always rec
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from plugins.layout import BlockLayout
 from plugins.memory import KvMemory
+
+RECORD_SUM = 2
 
 AttendStep = Callable[[int, torch.Tensor, torch.Tensor], None]
 """(layer, q, out [rows, q_heads, D] contiguous): writes out, raises the layer's `seen` and `score`."""
@@ -36,7 +41,7 @@ class AttendTables:
     row_starts [S+1]: query rows of sequence s are [row_starts[s], row_starts[s+1]).
     page_starts [S+1] into page_ids, page_lens.
     block_starts [S*G+1] into block_ids, block_lens; list s*G+g belongs to sequence s, KV head g (of ONE layer).
-    record [rows] uint8.
+    record [rows] uint8: 0, 1 or RECORD_SUM.
     record_skip [S]: so many page tokens up to and including a row of s are not recorded for that row; `out` sees all.
     """
 
@@ -103,6 +108,14 @@ class StepTables:
             self.row_starts, self.page_starts, self.page_ids, self.page_lens,
             blocks.starts[layer], blocks.ids[part], blocks.lens[part], self.record, self.record_skip,
         )  # fmt: skip
+
+    def to(self, device: torch.device) -> StepTables:
+        """The same tables on `device`."""
+        blocks = replace(
+            self.blocks, **{name: getattr(self.blocks, name).to(device) for name in ("starts", "ids", "lens")}
+        )
+        flat = ("row_starts", "page_starts", "page_ids", "page_lens", "record", "record_skip")
+        return replace(self, blocks=blocks, **{name: getattr(self, name).to(device) for name in flat})
 
 
 class AttendForm(Protocol):

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from plugins.attend.params import AttendParams
+from plugins.attend.params import RECORD_SUM, AttendParams
 from plugins.blocks import read_bias, read_keys, read_values
 
 Token = tuple[torch.Tensor, torch.Tensor, float, tuple[int, int, bool]]
@@ -37,6 +37,10 @@ def attend(params: AttendParams) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
                         where, offset, is_block = place
                         out[row, h] += weight * value
                         if not tables.record[row] or i in unrecorded:
+                            continue
+                        if tables.record[row] == RECORD_SUM:
+                            target = score[where] if is_block else seen[where, g]
+                            target[offset] += weight / group_size
                             continue
                         if is_block:
                             score[where, offset] = max(float(score[where, offset]), weight)

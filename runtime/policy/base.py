@@ -1,11 +1,18 @@
-"""A policy: score + budget + transform + schedule, as one frozen record of choices."""
+"""A policy: score + share + transform + schedule, as one frozen record of choices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from plugins.commit.choices import PoolBias, Tier
 from plugins.layout import QUANTIZED
 from runtime.errors import ConfigError
+from runtime.policy.check import check_policy
+
+Score = Literal["both", "seen", "probe", "window", "sum", "recency", "gate"]
+Share = Literal["conversation", "layer", "head"]
 
 
 @dataclass(frozen=True)
@@ -16,6 +23,8 @@ class Schedule:
     recent_tokens: the newest tokens stay active.
     span_tokens: staged tokens of which a busy engine's review probes and commits; twice as many are not probed first.
     at_turn_end, on_idle, every_steps (0: never), at_watermark: which commit transitions are on.
+    warmup_tokens: tokens of a conversation up to which commits drop nothing; then the strength grows by 10 % for every
+        `warmup_every` tokens more, until the policy's budget is reached. 0: full strength from the start.
     """
 
     min_tokens: int = 1000
@@ -25,6 +34,14 @@ class Schedule:
     on_idle: bool = True
     every_steps: int = 8
     at_watermark: bool = True
+    warmup_tokens: int = 0
+    warmup_every: int = 500
+
+    def strength(self, num_tokens: int) -> float:
+        """Share, 0 to 1, of what the policy would give up, for a conversation of `num_tokens`."""
+        if self.warmup_tokens == 0:
+            return 1.0
+        return min(1.0, 0.1 * max(0, (num_tokens - self.warmup_tokens) // self.warmup_every))
 
 
 @dataclass(frozen=True)
@@ -44,27 +61,90 @@ class Protection:
 
 
 @dataclass(frozen=True)
+class Thresholds:
+    """Keeps what scores above `calm`, above `pressed` while more than `pressure` of the KV memory is in use."""
+
+    calm: float = 0.4
+    pressed: float = 0.7
+    pressure: float = 0.8
+
+    def at(self, pressure: float) -> float:
+        """The threshold for a share of the KV memory in use."""
+        return self.pressed if pressure > self.pressure else self.calm
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A trained scorer: `file` in runtime/policy/gates/.
+
+    model: layers, KV heads, head dimension and name of the model it learned from, the quantization left out.
+    """
+
+    model: tuple[int, int, int, str]
+    file: str
+
+
+@dataclass(frozen=True)
 class Policy:
     """One way to keep a conversation small. `compresses=False` keeps every token in pages.
 
+    Score
+    score: what an entry is worth. "seen": the largest attention weight it received from more than the recent window
+        away; "probe": the largest when its span is re-read in idle time; "both": the larger of the two; "window": the
+        largest from the last `window_rows` rows of every prompt, whatever the distance; "sum": the sum of all weights
+        it received, over query heads averaged, over rows added; "recency": its position; "gate": the trained scorer.
+    smooth: odd width of a max filter over the scores of neighbouring tokens; 1: none.
+    redundancy: weight of importance against redundancy, as in `plugins.commit.choices.LineChoices`; None: no matter.
+
+    Share
     budget_ratio: share of all (layer, KV head, token) entries of committed tokens that stay.
+    share: what competes for it: everything in the conversation, the heads of a layer, or the entries of a head.
+    layer_beta: layers get budgets that fall linearly from 2 - 1/beta to 1/beta of the mean; 1: all the same.
+    floor_entries: least number of entries each (layer, KV head) keeps.   layer_scale: factors on a layer's scores.
+    redraw: entries that stayed once compete again at every commit.
+    thresholds: keep by the score alone, whatever the budget; `budget_ratio` is then what is expected of it.
+
+    Transform
+    absorb_gate: what falls below goes into the nearest kept entry if |k - k'| < absorb_gate * |k|; None drops it.
+    tiers: what falls below becomes super tokens, by age; see `plugins.commit.choices.Tier`. Empty: none.
+    tier_shares: shares of the stored entries that each tier gets; ages are then found from the conversation's
+        length instead of `min_age`. Empty: `min_age` says it.
+    pool_bias: see `plugins.commit.choices.Pooling`.
     block_format: how committed entries are stored: one of `plugins.layout.QUANTIZED`, or "kv" for unquantized, in
         the engine's KV dtype.
-    probe: raise scores by re-reading spans in idle time before they are committed.
     repack_ratio: a block is dissolved once the share of its entries above the line is under this.
+
+    alternate: the policy of every second commit, under this one's schedule and protection.
+    by_task: (task type, policy) to take instead of this one for a conversation whose first message is of that type,
+        under this one's schedule and protection.
+    chosen_from: the policy that chose this one by task type, whose name goes on naming the conversation.
     """
 
     name: str
     compresses: bool = True
+    score: Score = "both"
+    window_rows: int = 32
+    smooth: int = 1
+    redundancy: float | None = None
+    gate: Gate | None = None
     budget_ratio: float = 0.30
-    block_format: str = "int4"
-    probe: bool = True
+    share: Share = "conversation"
+    layer_beta: float = 1.0
     floor_entries: int = 16
-    absorb_gate: float | None = 0.35
-    repack_ratio: float = 0.75
     layer_scale: tuple[float, ...] = ()
+    redraw: bool = True
+    thresholds: Thresholds | None = None
+    absorb_gate: float | None = 0.35
+    tiers: tuple[Tier, ...] = ()
+    tier_shares: tuple[float, ...] = ()
+    pool_bias: PoolBias = "mass"
+    block_format: str = "int4"
+    repack_ratio: float = 0.75
     schedule: Schedule = Schedule()
     protection: Protection = Protection()
+    alternate: Policy | None = None
+    by_task: tuple[tuple[str, Policy], ...] = ()
+    chosen_from: str = ""
 
     def __post_init__(self) -> None:
         if not 0.0 < self.budget_ratio <= 1.0:
@@ -74,3 +154,71 @@ class Policy:
                 f"block_format of {self.name}: got {self.block_format!r}, expected one of {', '.join(QUANTIZED)} or "
                 "kv (unquantized)"
             )
+        check_policy(self)
+
+    @property
+    def probe(self) -> bool:
+        """Whether spans are re-read in idle time before they are committed."""
+        return self.compresses and self.score in ("both", "probe")
+
+    @property
+    def records(self) -> bool:
+        """Whether attention of ordinary steps raises scores."""
+        by_redundancy = any(p is not None and p.redundancy is not None for p in (self, self.alternate))
+        return self.compresses and (self.score in ("both", "seen", "window", "sum") or by_redundancy)
+
+    @property
+    def record_skip(self) -> int:
+        """Tokens up to and including a row whose weights are not recorded for it."""
+        return 0 if self.score in ("window", "sum") else self.schedule.recent_tokens
+
+    def at_commit(self, num_commits: int) -> Policy:
+        """The policy of a conversation's next commit after `num_commits` of them."""
+        if self.alternate is None or num_commits % 2 == 0:
+            return self
+        return replace(self.alternate, schedule=self.schedule, protection=self.protection)
+
+    def for_task(self, task_type: str) -> Policy:
+        """The policy for a conversation of that type: this one where it makes no difference."""
+        chosen = dict(self.by_task).get(task_type)
+        if chosen is None:
+            return self
+        return replace(chosen, chosen_from=self.name, schedule=self.schedule, protection=self.protection)
+
+    def budget_at(self, num_tokens: int) -> float:
+        """Share of the entries to keep in a conversation of `num_tokens`, warm-up considered."""
+        return 1.0 - self.schedule.strength(num_tokens) * (1.0 - self.budget_ratio)
+
+    def layer_weight(self, layer: int, num_layers: int) -> float:
+        """A layer's budget in units of the mean over layers."""
+        if num_layers == 1:
+            return 1.0
+        most, least = 2.0 - 1.0 / self.layer_beta, 1.0 / self.layer_beta
+        return most + (least - most) * layer / (num_layers - 1)
+
+    def tiers_at(self, num_tokens: int) -> tuple[Tier, ...]:
+        """The tiers with their ages for a conversation of `num_tokens`."""
+        if not self.tier_shares:
+            return self.tiers
+        tokens_per_entry = sum(share * tier.size for share, tier in zip(self.tier_shares, self.tiers, strict=True))
+        ages, age = [], 0.0
+        for share, tier in zip(self.tier_shares, self.tiers, strict=True):
+            ages.append(round(age))
+            age += num_tokens * share * tier.size / tokens_per_entry
+        return tuple(replace(tier, min_age=start) for tier, start in zip(self.tiers, ages, strict=True))
+
+    def expected_entries(self, num_committed: int) -> int:
+        """Entries of one row that are expected of so many committed tokens, for memory plans."""
+        if not self.tiers:
+            return min(num_committed, max(self.floor_entries, round(self.budget_ratio * num_committed)))
+        kept = self.budget_ratio if self.pools_by_score else 0.0
+        recent, pooled = self.schedule.recent_tokens, 0.0
+        tiers = self.tiers_at(recent + num_committed)
+        for tier, end in zip(tiers, [*(t.min_age for t in tiers[1:]), recent + num_committed], strict=True):
+            pooled += max(0, end - max(recent, tier.min_age)) / tier.size
+        return math.ceil(kept * num_committed + (1.0 - kept) * pooled)
+
+    @property
+    def pools_by_score(self) -> bool:
+        """Whether the best entries stay as they are beside the super tokens; else all old tokens become such."""
+        return bool(self.tiers) and self.score != "recency"

@@ -5,4 +5,4 @@ Design and measurements behind the defaults: README, "What keeps quality".
 
 from runtime.policy.base import Policy
 
-POLICY = Policy(name="commitkv", budget_ratio=0.35, block_format="k8v4", probe=True, absorb_gate=0.35)
+POLICY = Policy(name="commitkv", budget_ratio=0.35, block_format="k8v4", score="both", absorb_gate=0.35)

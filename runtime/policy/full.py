@@ -2,4 +2,4 @@
 
 from runtime.policy.base import Policy
 
-POLICY = Policy(name="full", compresses=False, probe=False)
+POLICY = Policy(name="full", compresses=False)

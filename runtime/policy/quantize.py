@@ -5,7 +5,7 @@ from runtime.policy.base import Policy
 
 def _quantize_only(block_format: str) -> Policy:
     return Policy(
-        name=f"quantize-{block_format}", budget_ratio=1.0, block_format=block_format, probe=False, absorb_gate=None
+        name=f"quantize-{block_format}", budget_ratio=1.0, block_format=block_format, score="seen", absorb_gate=None
     )
 
 

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 from runtime.errors import UnknownPolicyError
-from runtime.policy import commitkv, full, quantize
+from runtime.policy import (
+    alternating,
+    commitkv,
+    full,
+    h2o,
+    pyramid_layered,
+    pyramid_pooled,
+    quantize,
+    rkv_gated,
+    rkv_redundancy,
+    snapkv,
+    streaming,
+)
 from runtime.policy.base import Policy
 
 ALL_POLICIES: dict[str, Policy] = {
-    policy.name: policy for policy in (commitkv.POLICY, quantize.INT8, quantize.INT4, full.POLICY)
+    policy.name: policy
+    for policy in (
+        commitkv.POLICY,
+        pyramid_pooled.POLICY,
+        pyramid_pooled.CHAT,
+        pyramid_pooled.CODE,
+        pyramid_pooled.STORY,
+        pyramid_layered.POLICY,
+        rkv_gated.POLICY,
+        rkv_redundancy.POLICY,
+        alternating.POLICY,
+        streaming.POLICY,
+        h2o.POLICY,
+        snapkv.POLICY,
+        quantize.INT8,
+        quantize.INT4,
+        full.POLICY,
+    )
 }
 
 

@@ -1,0 +1,114 @@
+"""Choices of a policy that contradict each other, refused by name when the policy is made."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, get_args
+
+from plugins.commit.choices import PoolBias, PoolKind
+from runtime.config import ModelSpec
+from runtime.errors import ConfigError, UnsupportedPolicyError
+
+if TYPE_CHECKING:
+    from runtime.policy.base import Policy
+
+MAX_SUPER_TOKEN = 1024
+
+
+def check_model(policy: Policy, spec: ModelSpec) -> None:
+    """Raises UnsupportedPolicyError for a policy whose trained scorer belongs to another model."""
+    gate = policy.gate
+    if gate is not None and gate.model != (spec.num_layers, spec.num_kv_heads, spec.head_dim, base_name(spec.name)):
+        layers, heads, head_dim, name = gate.model
+        raise UnsupportedPolicyError(
+            f"policy {policy.name}: its scorer was trained on {name} ({layers} layers, {heads} KV heads of {head_dim}),"
+            f" got {spec.name or 'a model without a name'} ({spec.num_layers} layers, {spec.num_kv_heads} KV heads of "
+            f"{spec.head_dim}); choose another policy, or train a scorer with python -m perf.train_gate"
+        )
+
+
+def base_name(name: str) -> str:
+    """A model's name without the quantization that GGUF files end theirs with: X.Q4_1 -> X."""
+    return re.sub(r"[.-](Q\d\w*|F16|F32|BF16)$", "", name)
+
+
+def check_policy(policy: Policy) -> None:
+    """Raises ConfigError naming the field."""
+    for field, good, expected in (
+        ("score", policy.score in _SCORES, f"one of {', '.join(_SCORES)}"),
+        ("share", policy.share in _SHARES, f"one of {', '.join(_SHARES)}"),
+        ("window_rows", policy.window_rows >= 1, "at least 1"),
+        ("smooth", policy.smooth >= 1 and policy.smooth % 2 == 1, "an odd whole number"),
+        ("redundancy", policy.redundancy is None or 0 <= policy.redundancy <= 1, "a share from 0 to 1, or none"),
+        ("layer_beta", policy.layer_beta >= 1, "1 or more"),
+        ("floor_entries", policy.floor_entries >= 0, "0 or more"),
+        ("absorb_gate", policy.absorb_gate is None or policy.absorb_gate > 0, "a number above 0, or none"),
+        ("repack_ratio", 0 <= policy.repack_ratio <= 1, "a share from 0 to 1"),
+        ("pool_bias", policy.pool_bias in get_args(PoolBias), f"one of {', '.join(get_args(PoolBias))}"),
+        ("gate", (policy.gate is not None) == (policy.score == "gate"), "one exactly for the score 'gate'"),
+        ("layer_beta", policy.layer_beta == 1 or policy.share != "conversation", "1 with the share 'conversation'"),
+        (
+            "redundancy",
+            policy.redundancy is None or not policy.redraw or policy.score not in ("recency", "gate"),
+            f"none with redraw and the score {policy.score}, which says nothing of old entries' importance",
+        ),
+        ("smooth", policy.smooth == 1 or policy.score not in ("recency", "gate"), "1 with the score " + policy.score),
+    ):
+        if not good:
+            raise ConfigError(f"{field} of {policy.name}: got {getattr(policy, field)!r}, expected {expected}")
+    _check_schedule(policy)
+    _check_tiers(policy)
+    _check_alternate(policy)
+
+
+_SCORES = ("both", "seen", "probe", "window", "sum", "recency", "gate")
+_SHARES = ("conversation", "layer", "head")
+
+
+def _check_schedule(policy: Policy) -> None:
+    schedule = policy.schedule
+    for field, least in (("min_tokens", 0), ("recent_tokens", 1), ("span_tokens", 1), ("every_steps", 0),
+                         ("warmup_tokens", 0), ("warmup_every", 1)):  # fmt: skip
+        value = getattr(schedule, field)
+        if value < least:
+            raise ConfigError(f"schedule.{field} of {policy.name}: got {value!r}, expected at least {least}")
+
+
+def _check_tiers(policy: Policy) -> None:
+    tiers, name = policy.tiers, policy.name
+    ages = [tier.min_age for tier in tiers]
+    if ages != sorted(set(ages)) and not policy.tier_shares:
+        raise ConfigError(f"tiers of {name}: got the ages {ages}, expected rising ones")
+    for tier in tiers:
+        if not 1 <= tier.size <= MAX_SUPER_TOKEN or tier.min_age < 0 or tier.how not in get_args(PoolKind):
+            raise ConfigError(
+                f"tiers of {name}: got {tier}, expected an age of 0 or more, a size from 1 to {MAX_SUPER_TOKEN} and "
+                f"one of {', '.join(get_args(PoolKind))}"
+            )
+    if policy.tier_shares and (
+        len(policy.tier_shares) != len(tiers) or abs(sum(policy.tier_shares) - 1) > 1e-6 or min(policy.tier_shares) < 0
+    ):
+        raise ConfigError(f"tier_shares of {name}: got {policy.tier_shares}, expected {len(tiers)} shares of sum 1")
+    if tiers and policy.absorb_gate is not None:
+        raise ConfigError(f"tiers of {name}: got super tokens and an absorb_gate, expected one of them")
+    if tiers and policy.score == "recency" and policy.redraw:
+        raise ConfigError(f"redraw of {name}: got True, expected False where old entries are pooled by age")
+    if len(tiers) > 1 and policy.score == "recency" and policy.pool_bias != "mass":
+        raise ConfigError(
+            f"pool_bias of {name}: got {policy.pool_bias!r}, expected mass where super tokens are pooled again: their "
+            "bias tells how many tokens they stand for"
+        )
+
+
+def _check_alternate(policy: Policy) -> None:
+    other = policy.alternate
+    if other is None:
+        return
+    for field in ("score", "block_format"):
+        if getattr(other, field) != getattr(policy, field):
+            raise ConfigError(
+                f"alternate of {policy.name}: got a {field} of {getattr(other, field)!r}, expected that of "
+                f"{policy.name}, {getattr(policy, field)!r}: entries of both lie side by side"
+            )
+    if other.alternate is not None:
+        raise ConfigError(f"alternate of {policy.name}: got one that alternates itself, expected a plain policy")
