@@ -1,7 +1,8 @@
 """Committed blocks, as rows of int32 words, turned into keys, values and biases by plain layers.
 
 `plugins.layout` has the geometry, `plugins.blocks` the same on bytes. Layers know neither bytes nor bit casts, so a
-word is taken apart by whole-number division, and 16 bits become the number they stand for through a table of all 65,536.
+word is taken apart by whole-number division, and 16 bits become the number they stand for through a table of all
+65,536.
 B blocks of E entries, D head size, W words of a block.
 """
 

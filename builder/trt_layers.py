@@ -13,6 +13,8 @@ from builder.trt_api import TrtModule
 if TYPE_CHECKING:
     import tensorrt as trt
 
+SMALL = 64
+
 
 class TrtLayers:
     """Adds layers to `network`. Keeps the memory of constants, which TensorRT reads when it builds."""
@@ -31,8 +33,17 @@ class TrtLayers:
             "fp16": torch.float16, "int32": torch.int32,
         }  # fmt: skip
         self._kept: list[torch.Tensor] = []
+        self._small: dict[tuple[Kind, tuple[int, ...], tuple[float, ...]], trt.ITensor] = {}
 
     def constant(self, values: torch.Tensor, kind: Kind) -> trt.ITensor:
+        if values.numel() > SMALL:
+            return self._add_constant(values, kind)
+        key = (kind, tuple(values.shape), tuple(values.flatten().tolist()))
+        if key not in self._small:  # a few numbers come up in every layer: half of all constants, and of build time
+            self._small[key] = self._add_constant(values, kind)
+        return self._small[key]
+
+    def _add_constant(self, values: torch.Tensor, kind: Kind) -> trt.ITensor:
         data = values.to(self._torch_dtypes[kind]).contiguous()
         self._kept.append(data)
         weights = self._trt.Weights(self._dtypes[kind], data.data_ptr(), data.numel())
