@@ -28,8 +28,8 @@ _BYTES_OF_A_THREAD = 16  # of each half of a head
 class CudaAppendParams(ctypes.Structure):
     """AppendParams of append.cu field by field.
 
-    Pointers: addresses on the runner's device, 16-byte aligned but for seen and slots. Strides: elements between rows of q,
-    k, v (Half) and of cos, sin (fp32), so that every row begins 16-byte aligned. num_slots: pages * page_tokens.
+    Pointers: addresses on the runner's device, 16-byte aligned but for seen and slots. Strides: elements between rows of
+    q, k, v (Half) and of cos, sin (fp32), so that every row begins 16-byte aligned. num_slots: pages * page_tokens.
     """
 
     _fields_ = (
@@ -65,9 +65,7 @@ def _check_alignment(params: CudaAppendParams) -> None:
     for name in ("q", "k", "v", "q_out", "pages", "cos", "sin"):
         address = getattr(params, name) or 0
         if address % 16:
-            raise LaunchError(
-                f"append: {name} lies at {address:#x}, expected a multiple of 16; copy it to aligned memory"
-            )
+            raise LaunchError(f"append: {name} lies at {address:#x}, expected a multiple of 16; align it")
     for name, width in zip(_STRIDES, (ELEMENT_BYTES, ELEMENT_BYTES, ELEMENT_BYTES, 4), strict=True):
         stride = getattr(params, name)
         if stride * width % 16:

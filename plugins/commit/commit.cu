@@ -1,0 +1,165 @@
+// `commit`: the second half of a commit transition, all rows (layer, KV head) of one conversation in one launch.
+//
+//   reads   staged tokens' K and V from pages, dissolved blocks, keys of blocks that stay; decisions of the line
+//   writes  new blocks and their scores, merged entries of blocks that stay, moved tokens, counts of absorbed and dropped
+//
+// Shapes stand in commit_params.cuh, the meaning in plugins/commit/{publish,reference}.py. Called by commit/cuda.py and the
+// TensorRT plugin, once per commit. A block of the launch takes rows in turn and works alone on each:
+//   1. lists   which entries are kept, which lie below the line (commit_lists.cuh)
+//   2. keys    bulk copies bring K; nearest candidate of every key below; K of new blocks (commit_keys, commit_search)
+//   3. values  bulk copies bring V; merge, quantize, write (commit_values.cuh)
+//   4. moves   protected tokens go from slot to slot
+// Rows share no memory that one of them writes: new blocks and slots moved to are in no other table (cuda.py refuses a
+// plan where they are). A row reads what it merges into before it writes it.
+//
+// Bytes, at least: K of kept tokens, and with a gate K of those below and of blocks that stay; V of kept and absorbed
+// entries; the new blocks. Each moves once while the keys below the line fit query_rows; each further slab of query_rows
+// reads the candidates' keys once more (out of L2 as a rule: a row's keys are at most a few MB).
+#include "commit/commit_search.cuh"
+#include "commit/commit_values.cuh"
+
+namespace commit {
+
+// How many copies each barrier has seen: the next use of stage copies % 2, and the parity to wait for.
+struct Progress {
+  int stages, queries;
+};
+
+// First old block at or behind b that stays and has an entry above the line; num_old: none. All lanes of all warps.
+HW_DEVICE int next_staying(const Row &row, int b) {
+  for (; b < row.num_old; ++b) {
+    if (row.dissolves(b) || load(row.p.old_ids + row.first_old + b) < 0) continue;
+    bool alive = false;
+    for (int e = lane(); e < BLOCK_ENTRIES; e += 32) alive = alive || row.is_alive(b, e);
+    if (hw::any(alive)) return b;
+  }
+  return row.num_old;
+}
+
+// Tiles in order: new blocks, then (if something is to be absorbed) old blocks that stay. count 0: no more.
+HW_DEVICE Tile first_tile(const Row &row, bool searches, int b) {
+  b = searches ? next_staying(row, b) : row.num_old;
+  if (b == row.num_old) return {b, false, 0, 0};
+  return {b, false, row.kept + b * BLOCK_ENTRIES, load(row.p.old_lens + row.first_old + b)};
+}
+
+HW_DEVICE Tile next_tile(const Row &row, bool searches, const Tile &tile) {
+  if (!tile.is_new) return first_tile(row, searches, tile.index + 1);
+  return tile.index + 1 < row.num_new ? new_tile(row, tile.index + 1) : first_tile(row, searches, 0);
+}
+
+// One tile that has arrived: searched by the slab, and written if it is a new block met for the first time.
+HW_DEVICE void work_on_tile(const Row &row, const KeyViews &v, const Slab &slab, const Tile &tile, int copies) {
+  const Shared<uint8_t> stage = v.stage(copies);
+  const bool writes = tile.is_new && slab.first == 0;
+  if (slab.count > 0) open_tile(row, v, tile, stage);
+  if (writes && QUANTIZED) take_range(row, v, tile, stage);
+  if (writes && warp() == 0) bulk_store_wait();  // the image has left
+  block_sync();
+  if (writes) {
+    encode_keys(row, v, tile, stage);
+    fence_async();
+  }
+  if (slab.count > 0) search(row, v, slab, tile);
+  block_sync();
+  if (writes && warp() == 0) store_keys(row, v, tile.index);
+}
+
+// One pass over all candidates for one slab of keys below the line (count 0: nothing to search, K is written only).
+HW_DEVICE void stream_tiles(const Row &row, const KeyViews &v, const Slab &slab, Progress &progress) {
+  const bool searches = slab.count > 0;
+  Tile tile = row.num_new > 0 ? new_tile(row, 0) : first_tile(row, searches, 0);
+  copy_slab(row, v, slab);
+  if (tile.count > 0) copy_tile(row, v, tile, progress.stages);
+  barrier_wait(v.bars, QUERY_BARRIER, progress.queries++ % 2);
+  open_slab(row, v, slab);
+  fence_async();  // later copies take the place of what was written here
+  block_sync();
+  while (tile.count > 0) {
+    const Tile next = next_tile(row, searches, tile);
+    const int copies = progress.stages++;
+    if (next.count > 0) copy_tile(row, v, next, copies + 1);
+    barrier_wait(v.bars, copies % 2, copies / 2 % 2);
+    work_on_tile(row, v, slab, tile, copies);
+    tile = next;
+  }
+}
+
+HW_DEVICE void work_on_keys(const Row &row, Progress &progress) {
+  const KeyViews v(row.p);
+  if (row.p.absorb == 0 || row.below == 0) return stream_tiles(row, v, {0, 0, 0}, progress);
+  for (int first = 0; first < row.below;) {
+    const Slab slab = next_slab(row, first);
+    stream_tiles(row, v, slab, progress);
+    first += slab.count;
+  }
+}
+
+HW_DEVICE void work_on_values(const Row &row, Progress &progress) {
+  const ValueViews v(row.p);
+  Chunk chunk = chunk_from(row, 0, 0);
+  if (chunk.count > 0) copy_chunk(row, v, chunk, progress.stages);
+  while (chunk.count > 0) {
+    const Chunk next = next_chunk(row, chunk);
+    const int copies = progress.stages++;
+    if (next.count > 0) copy_chunk(row, v, next, copies + 1);
+    barrier_wait(v.bars, copies % 2, copies / 2 % 2);
+    add_chunk(row, v, chunk, v.stage(copies));
+    const bool is_new = chunk.group < row.num_new;
+    if (chunk.last && !is_new) rewrite_group(row, v, chunk.group);
+    if (chunk.last && is_new) {
+      if (warp() == 0) bulk_store_wait();  // the image has left
+      block_sync();
+      encode_group(row, v, chunk.group);
+      fence_async();
+    }
+    block_sync();
+    if (chunk.last && is_new && warp() == 0) store_group(row, v, chunk.group);
+    chunk = next;
+  }
+}
+
+// Copies K, V and seen of protected tokens of the row's head, a token per warp.
+HW_DEVICE void move_tokens(const Row &row) {
+  using Piece = Vec<uint32_t, 4>;
+  constexpr int PIECES = HALF_ROW / 16;  // of K, then as many of V
+  const CommitParams &p = row.p;
+  Fp16 *seen = reinterpret_cast<Fp16 *>(load(p.layer_seen + row.index / p.kv_heads));
+  for (int i = warp(); i < p.num_moves; i += num_warps()) {
+    const int from = load(p.move_from + i), to = load(p.move_to + i);
+    if (from < 0 || to < 0) continue;
+    if (lane() < 2 * PIECES) {
+      const int kv = lane() / PIECES, piece = lane() % PIECES;
+      const Piece *source = reinterpret_cast<const Piece *>(token_row(row, from, kv));
+      store(reinterpret_cast<Piece *>(const_cast<Half *>(token_row(row, to, kv))) + piece, load(source + piece));
+    }
+    if (lane() != 0) continue;
+    const int64_t source = (static_cast<int64_t>(from / PAGE_TOKENS) * p.kv_heads + row.head) * PAGE_TOKENS;
+    const int64_t target = (static_cast<int64_t>(to / PAGE_TOKENS) * p.kv_heads + row.head) * PAGE_TOKENS;
+    store(seen + target + to % PAGE_TOKENS, load(seen + source + from % PAGE_TOKENS));
+  }
+}
+
+}  // namespace commit
+
+HW_KERNEL(commit_rows, commit::CommitParams, 256, 1) {
+  using namespace commit;
+  HW_CHECK(num_warps() <= MAX_WARPS && BLOCK_ENTRIES <= 32 * num_warps(), "commit: threads for the block's entries");
+  const Barriers bars = barriers(p.at_barriers, 3);
+  if (thread() == 0) {
+    for (int i = 0; i < 3; ++i) barrier_init(bars, i, COPY_ARRIVALS * num_warps());
+    barrier_init_fence();
+  }
+  block_sync();
+  Progress progress = {0, 0};
+  for (int index = block(); index < p.num_rows; index += num_blocks()) {
+    Row row = open_row(p, index);
+    list_moving(row);
+    work_on_keys(row, progress);
+    list_members(row);
+    work_on_values(row, progress);
+    move_tokens(row);
+    block_sync();
+  }
+  if (warp() == 0) bulk_store_wait();
+}
