@@ -19,6 +19,7 @@ PAGE_TOKENS = 8
 class CommitCase:
     """entries: most old entries of a row; spread: how far keys scatter around a few centres (near ones get absorbed).
 
+    runs: staged tokens fill whole pages in order, as they do in an engine; else they are scattered.
     free_blocks: blocks nobody owns; protected: share of old entries whose score is inf; equal: all scores alike.
     """
 
@@ -34,6 +35,9 @@ class CommitCase:
     protected: float = 0.0
     equal: bool = False
     centres: int = 12
+    page_tokens: int = PAGE_TOKENS
+    kv_dtype: torch.dtype = torch.float32
+    runs: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,20 +70,24 @@ CASES = (
 def make_state(case: CommitCase, seed: int = 0) -> CommitState:
     gen = torch.Generator().manual_seed(seed)
     rows, size = case.layers * case.kv_heads, case.block_entries
-    num_slots = (math.ceil(case.staged / PAGE_TOKENS) + 3) * PAGE_TOKENS
+    page_tokens = case.page_tokens
+    num_slots = (math.ceil(case.staged / page_tokens) + 3) * page_tokens
     slots = torch.randperm(num_slots, generator=gen)
+    if case.runs:
+        pages_in_order = torch.randperm(num_slots // page_tokens, generator=gen)
+        slots = (pages_in_order[:, None] * page_tokens + torch.arange(page_tokens)).flatten()
     staged = slots[: case.staged]
     centres = torch.randn(rows, case.centres, case.head_dim, generator=gen)
-    shape = (num_slots // PAGE_TOKENS, case.kv_heads, 2, PAGE_TOKENS, case.head_dim)
-    pages = [torch.full(shape, torch.nan) for _ in range(case.layers)]
-    seen = [torch.full((shape[0], case.kv_heads, PAGE_TOKENS), torch.nan).half() for _ in range(case.layers)]
+    shape = (num_slots // page_tokens, case.kv_heads, 2, page_tokens, case.head_dim)
+    pages = [torch.full(shape, torch.nan, dtype=case.kv_dtype) for _ in range(case.layers)]
+    seen = [torch.full((shape[0], case.kv_heads, page_tokens), torch.nan).half() for _ in range(case.layers)]
     for row in range(rows):
         layer, head = divmod(row, case.kv_heads)
         for slot in slots[: case.staged + 10].tolist():
             kv = torch.randn(2, case.head_dim, generator=gen)
             kv[0] = kv[0] * case.spread + centres[row, int(torch.randint(case.centres, (), generator=gen))]
-            pages[layer][slot // PAGE_TOKENS, head, :, slot % PAGE_TOKENS] = kv
-            seen[layer][slot // PAGE_TOKENS, head, slot % PAGE_TOKENS] = _scores(case, 1, gen)[0]
+            pages[layer][slot // page_tokens, head, :, slot % page_tokens] = kv
+            seen[layer][slot // page_tokens, head, slot % page_tokens] = _scores(case, 1, gen)[0]
     layout = BlockLayout(case.format, size, case.head_dim)
     counts = [int(torch.randint(0, case.entries + 1, (), generator=gen)) for _ in range(rows)]
     lens = [[size] * (n // size) + ([n % size] if n % size else []) for n in counts]
