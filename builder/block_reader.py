@@ -2,12 +2,12 @@
 
 `plugins.layout` has the geometry, `plugins.blocks` the same on bytes. Layers know neither bytes nor bit casts, so a
 word is taken apart by whole-number division, and 16 bits become the number they stand for through a table of all
-65,536.
-B blocks of E entries, D head size, W words of a block.
+65,536. B blocks of E entries, D head size, W words of a block.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
@@ -19,96 +19,91 @@ from plugins.layout import BlockLayout
 T = TypeVar("T")
 
 WORD_BYTES = 4
+HALF_BYTES = 2
 INT32_MIN = -(1 << 31)
 
 
+@dataclass(frozen=True, eq=False)
+class Entries(Generic[T]):
+    """keys, values [B, E, D] and bias [B, E], real. Unfilled entries hold anything finite."""
+
+    keys: T
+    values: T
+    bias: T
+
+
 class BlockReader(Generic[T]):
-    """Reads words [B, W] int32. Numbers that are not finite read as 0: only unfilled entries hold them."""
+    """Numbers that are not finite read as 0: only unfilled entries hold them."""
 
     def __init__(self, layers: Layers[T], layout: BlockLayout) -> None:
         self._l, self._layout = layers, layout
         self._half_table = layers.constant(_table(torch.float16), "real")
-        values = VALUE_DTYPES[layout.format] if not layout.quantized else torch.float16
-        self._value_table = self._half_table if values is torch.float16 else layers.constant(_table(values), "real")
+        self._value_table = self._half_table
+        if layout.format == "bf16":
+            self._value_table = layers.constant(_table(VALUE_DTYPES["bf16"]), "real")
 
-    def keys(self, words: T) -> T:
-        """[B, E, D] real. Unfilled entries hold anything finite."""
-        n, layout = self._l, self._layout
+    def read(self, words: T) -> Entries[T]:
+        """words [B, W] int32."""
+        n, layout, entries, size = self._l, self._layout, self._layout.block_entries, self._layout.head_dim
+        found = self._bytes(words)
         if not layout.quantized:
-            return self._values_at(words, layout.k_codes)
-        codes = self._codes(words, layout.k_codes, layout.k_bits)
-        scale, minimum = (
-            n.reshape(self._halves(words, at, layout.head_dim), (0, 1, layout.head_dim))
-            for at in (layout.k_scale, layout.k_min)
+            keys, values = (
+                n.reshape(
+                    n.gather(self._value_table, self._sixteen_bits(found, at, entries * size)), (0, entries, size)
+                )
+                for at in (layout.k_codes, layout.v_codes)
+            )
+            return Entries(keys, values, n.gather(self._half_table, self._sixteen_bits(found, layout.bias, entries)))
+        # Scales, minima and biases lie side by side, so one look at the table serves them all.
+        halves = n.gather(
+            self._half_table,
+            self._sixteen_bits(found, layout.k_scale, (layout.block_bytes - layout.k_scale) // HALF_BYTES),
         )
-        return n.add(n.mul(codes, scale), minimum)
 
-    def values(self, words: T) -> T:
-        """[B, E, D] real. Unfilled entries hold anything finite."""
-        n, layout = self._l, self._layout
-        if not layout.quantized:
-            return self._values_at(words, layout.v_codes)
-        codes = self._codes(words, layout.v_codes, layout.v_bits)
-        scale, minimum = (
-            n.reshape(self._halves(words, at, layout.block_entries), (0, layout.block_entries, 1))
-            for at in (layout.v_scale, layout.v_min)
+        def half(at: int, count: int, shape: tuple[int, ...]) -> T:
+            return n.reshape(n.part(halves, 1, (at - layout.k_scale) // HALF_BYTES, count), shape)
+
+        keys = n.mul(self._codes(found, layout.k_codes, layout.k_bits), half(layout.k_scale, size, (0, 1, size)))
+        values = n.mul(
+            self._codes(found, layout.v_codes, layout.v_bits), half(layout.v_scale, entries, (0, entries, 1))
         )
-        return n.add(n.mul(codes, scale), minimum)
+        return Entries(
+            keys=n.add(keys, half(layout.k_min, size, (0, 1, size))),
+            values=n.add(values, half(layout.v_min, entries, (0, entries, 1))),
+            bias=half(layout.bias, entries, (0, entries)),
+        )
 
-    def bias(self, words: T) -> T:
-        """[B, E] real."""
-        return self._halves(words, self._layout.bias, self._layout.block_entries)
-
-    def _values_at(self, words: T, at: int) -> T:
-        layout = self._layout
-        bits = self._sixteen_bits(words, at, layout.block_entries * layout.head_dim)
-        return self._l.reshape(self._l.gather(self._value_table, bits), (0, layout.block_entries, layout.head_dim))
-
-    def _halves(self, words: T, at: int, count: int) -> T:
-        """[B, count] real of fp16 numbers."""
-        return self._l.gather(self._half_table, self._sixteen_bits(words, at, count))
-
-    def _codes(self, words: T, at: int, bits: int) -> T:
-        """[B, E, D] real, whole numbers."""
-        n, entries, size = self._l, self._layout.block_entries, self._layout.head_dim
-        row_bytes = size * bits // 8
-        found = n.reshape(self._bytes(words, at, entries * row_bytes), (0, entries, row_bytes))
-        if bits == 4:
-            high = n.div(found, self._int(16, rank=3))
-            low = n.sub(found, n.mul(high, self._int(16, rank=3)))
-            found = n.concat((low, high), axis=2)
-        return n.cast(found, "real")
-
-    def _bytes(self, words: T, at: int, count: int) -> T:
-        """[B, count] int32, 0 to 255: word w holds bytes 4 w to 4 w + 3, lowest first."""
-        n = self._l
-        rest, sign = self._unsigned(n.part(words, 1, at // WORD_BYTES, count // WORD_BYTES))
+    def _bytes(self, words: T) -> T:
+        """[B, 4 W] int32, 0 to 255: word w holds bytes 4 w to 4 w + 3, lowest first."""
+        n, width = self._l, self._l.last_size(words)
+        # The low 31 bits and the highest one (1 or 0) apart, so that division never meets a negative number.
+        negative = n.less(words, self._int(0))
+        rest = n.select(negative, n.sub(words, self._int(INT32_MIN)), words)
         found = []
         for _ in range(3):
             quotient = n.div(rest, self._int(256))
             found.append(n.sub(rest, n.mul(quotient, self._int(256))))
             rest = quotient
-        found.append(n.add(rest, n.mul(sign, self._int(128))))
-        return self._interleave(found, count)
+        found.append(n.add(rest, n.select(negative, self._int(128), self._int(0))))
+        side_by_side = n.concat([n.reshape(part, (0, width, 1)) for part in found], axis=2)
+        return n.reshape(side_by_side, (0, WORD_BYTES * width))
 
-    def _sixteen_bits(self, words: T, at: int, count: int) -> T:
-        """[B, count] int32, 0 to 65,535."""
+    def _codes(self, found: T, at: int, bits: int) -> T:
+        """[B, E, D] real, whole numbers, of bytes [B, ...] from `at` on."""
+        n, entries, size = self._l, self._layout.block_entries, self._layout.head_dim
+        row_bytes = size * bits // 8
+        rows = n.reshape(n.part(found, 1, at, entries * row_bytes), (0, entries, row_bytes))
+        if bits == 4:
+            high = n.div(rows, self._int(16, rank=3))
+            rows = n.concat((n.sub(rows, n.mul(high, self._int(16, rank=3))), high), axis=2)
+        return n.cast(rows, "real")
+
+    def _sixteen_bits(self, found: T, at: int, count: int) -> T:
+        """[B, count] int32, 0 to 65,535, of bytes [B, ...] from `at` on."""
         n = self._l
-        rest, sign = self._unsigned(n.part(words, 1, at // WORD_BYTES, count * 2 // WORD_BYTES))
-        high = n.div(rest, self._int(1 << 16))
-        low = n.sub(rest, n.mul(high, self._int(1 << 16)))
-        return self._interleave([low, n.add(high, n.mul(sign, self._int(1 << 15)))], count)
-
-    def _unsigned(self, words: T) -> tuple[T, T]:
-        """The low 31 bits and the highest one (1 or 0), so that division never meets a negative number."""
-        n = self._l
-        negative = n.less(words, self._int(0))
-        low = n.select(negative, n.sub(words, self._int(INT32_MIN)), words)
-        return low, n.select(negative, self._int(1), self._int(0))
-
-    def _interleave(self, parts: list[T], count: int) -> T:
-        n, width = self._l, count // len(parts)
-        return n.reshape(n.concat([n.reshape(part, (0, width, 1)) for part in parts], axis=2), (0, count))
+        pairs = n.reshape(n.part(found, 1, at, HALF_BYTES * count), (0, count, HALF_BYTES))
+        weights = n.constant(torch.tensor([[[1, 256]]]), "int32")
+        return n.reshape(n.reduce_sum(n.mul(pairs, weights), (2,)), (0, count))
 
     def _int(self, value: int, rank: int = 2) -> T:
         return self._l.constant(torch.full((1,) * rank, value, dtype=torch.int32), "int32")

@@ -41,6 +41,10 @@ class Layers(Protocol[T]):
         """x[..., start : start + size, ...] along `axis`."""
         ...
 
+    def take(self, x: T, axis: int, index: int) -> T:
+        """x[..., index, ...]: without `axis`."""
+        ...
+
     def concat(self, parts: Sequence[T], axis: int) -> T: ...
 
     def gather(self, x: T, index: T, axis: int = 0) -> T:
@@ -128,6 +132,9 @@ class TorchLayers:
 
     def part(self, x: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
         return x.narrow(axis, start, size)
+
+    def take(self, x: torch.Tensor, axis: int, index: int) -> torch.Tensor:
+        return x.select(axis, index)
 
     def concat(self, parts: Sequence[torch.Tensor], axis: int) -> torch.Tensor:
         return torch.cat(tuple(parts), dim=axis)

@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from builder.block_reader import BlockReader
+from builder.block_reader import BlockReader, Entries
 from builder.layers import Layers
 from builder.native_tables import BlockList, Geometry, Pick, StepTables, Tables
 
@@ -66,24 +66,28 @@ class NativeOps(Generic[T]):
         n, g = self._l, self._g
         pick, (place, seen_place) = self._step.slot_pick, self._step.slot_places
         both = n.concat([n.cast(n.reshape(x, (0, g.kv_heads, 1, g.head_dim)), "kv") for x in (k, v)], axis=2)
-        pages = self._put(pages, place, n.gather(both, pick.index), pick)
+        pages = self._put_some(pages, place, n.gather(both, pick.index), pick)
         row = n.constant(torch.zeros(1, g.kv_heads), "fp16")
         zero = n.mul(pick.index, n.constant(torch.zeros(1), "int32"))
-        return pages, self._put(seen, seen_place, n.gather(row, zero), pick)
+        return pages, self._put_some(seen, seen_place, n.gather(row, zero), pick)
 
     def attend(self, layer: int, q: T, arenas: Arenas[T]) -> Attended[T]:
         """q [R, G * M, D] model, rotated. `arenas.pages` holds this step's tokens already."""
         n, heads = self._l, self._g.kv_heads * self._g.group_size
         blocks = self._step.blocks(layer)
-        words = n.gather(arenas.blocks, blocks.ids)
-        logits = self._logits(q, arenas.pages, words, blocks)
+        entries = self._reader.read(n.gather(arenas.blocks, blocks.pick.target))
+        page_keys, page_values = self._listed(arenas.pages)
+        logits = self._logits(q, page_keys, entries, blocks)
         top = self._top(logits, blocks)
         powers = self._powers(logits, top, blocks)
         sums = _Parts(n.reduce_sum(powers.pages, (3,)), n.reduce_sum(powers.blocks, (3,)))
         total = self._joined(sums, blocks, 1)
         total = n.select(n.less(self._real(0.0), total), total, self._real(1.0))
-        values = n.reshape(self._reader.values(words), (0, 1, self._g.layout.block_entries, self._g.head_dim))
-        outs = _Parts(n.matmul(powers.pages, self._page_values(arenas.pages)), n.matmul(powers.blocks, values))
+        there = n.reshape(self._step.token_valid, (1, 1, -1, 1))  # weights of 0 would not hide a NaN
+        outs = _Parts(
+            n.matmul(powers.pages, n.select(there, page_values, self._real(0.0))),
+            n.matmul(powers.blocks, self._with_group(entries.values)),
+        )
         out = n.div(self._joined(outs, blocks, self._g.head_dim), total)
         of_blocks = n.div(powers.blocks, n.gather(total, blocks.head))
         seen, score = self._raise(_Parts(n.div(powers.pages, total), of_blocks), blocks, arenas)
@@ -98,35 +102,31 @@ class NativeOps(Generic[T]):
         """Raises seen and score by exp(logit - lse) of the rows that record, where lse [R, G * M] real is known."""
         n, g = self._l, self._g
         blocks = self._step.blocks(layer)
-        words = n.gather(arenas.blocks, blocks.ids)
-        logits = self._logits(q, arenas.pages, words, blocks)
+        entries = self._reader.read(n.gather(arenas.blocks, blocks.pick.target))
+        logits = self._logits(q, self._listed(arenas.pages)[0], entries, blocks)
         known = n.transpose(n.reshape(lse, (0, g.kv_heads, g.group_size, 1)), (1, 2, 0, 3))
         return self._raise(self._powers(logits, known, blocks), blocks, arenas)
 
-    def _logits(self, q: T, pages: T, words: T, blocks: BlockList[T]) -> _Parts[T]:
+    def _logits(self, q: T, page_keys: T, entries: Entries[T], blocks: BlockList[T]) -> _Parts[T]:
         """Of everything listed, seen by the row or not."""
         n, g = self._l, self._g
-        entries = g.layout.block_entries
         split = n.reshape(n.cast(q, "real"), (0, g.kv_heads, g.group_size, g.head_dim))
         queries = n.transpose(n.mul(split, self._real(g.scale)), (1, 2, 0, 3))
-        of_pages = n.matmul(queries, self._page_part(pages, 0), transpose_b=True)
-        keys = n.reshape(self._reader.keys(words), (0, 1, entries, g.head_dim))
-        of_blocks = n.matmul(n.gather(queries, blocks.head), keys, transpose_b=True)
-        bias = n.reshape(self._reader.bias(words), (0, 1, 1, entries))
+        of_pages = n.matmul(queries, page_keys, transpose_b=True)
+        of_blocks = n.matmul(n.gather(queries, blocks.head), self._with_group(entries.keys), transpose_b=True)
+        bias = n.reshape(entries.bias, (0, 1, 1, g.layout.block_entries))
         return _Parts(of_pages, n.add(of_blocks, bias))
 
-    def _page_part(self, pages: T, which: int) -> T:
-        """[G, 1, P * T, D] real: keys (0) or values (1) of all listed pages, whatever unwritten tokens hold."""
-        n, g = self._l, self._g
-        listed = n.part(n.gather(pages, self._step.page_ids), 2, which, 1)
-        listed = n.reshape(listed, (0, g.kv_heads, g.page_tokens, g.head_dim))
-        by_head = n.reshape(n.transpose(listed, (1, 0, 2, 3)), (g.kv_heads, 1, -1, g.head_dim))
-        return n.cast(by_head, "real")
+    def _with_group(self, x: T) -> T:
+        """[B, E, D] -> [B, 1, E, D]."""
+        return self._l.reshape(x, (0, 1, self._g.layout.block_entries, self._g.head_dim))
 
-    def _page_values(self, pages: T) -> T:
-        """[G, 1, P * T, D] real, 0 where no token is: weights of 0 would not hide a NaN."""
-        there = self._l.reshape(self._step.token_valid, (1, 1, -1, 1))
-        return self._l.select(there, self._page_part(pages, 1), self._real(0.0))
+    def _listed(self, pages: T) -> tuple[T, T]:
+        """Keys and values [G, 1, P * T, D] real of all listed pages, whatever unwritten tokens hold."""
+        n, g = self._l, self._g
+        listed = n.transpose(n.gather(pages, self._step.page_pick.target), (2, 1, 0, 3, 4))
+        listed = n.cast(n.reshape(listed, (2, g.kv_heads, 1, -1, g.head_dim)), "real")
+        return n.take(listed, 0, 0), n.take(listed, 0, 1)
 
     def _top(self, logits: _Parts[T], blocks: BlockList[T]) -> T:
         """[G, M, R, 1]: the largest logit that a row sees; NOTHING if none."""
@@ -170,10 +170,9 @@ class NativeOps(Generic[T]):
         n = self._l
         old = n.gather(arena, pick.target)
         new = n.maximum(old, n.cast(n.gather(values, pick.index), "fp16"))
-        place = n.reshape(pick.target, (-1, 1))
-        return self._put(arena, place, n.select(n.gather(valid, pick.index), new, old), pick)
+        return n.scatter(arena, n.reshape(pick.target, (-1, 1)), n.select(n.gather(valid, pick.index), new, old))
 
-    def _put(self, arena: T, place: T, values: T, pick: Pick[T]) -> T:
+    def _put_some(self, arena: T, place: T, values: T, pick: Pick[T]) -> T:
         """Scatters picked values; if everything pads, what is there already."""
         n = self._l
         some = n.reshape(pick.some, (1,) * n.rank(values))

@@ -49,7 +49,8 @@ class Tables(Generic[T]):
 class Pick(Generic[T]):
     """Where a scatter of n entries writes. Entries that pad repeat one that does not, so writing them changes nothing.
 
-    index [n] int32: entry to take.   target [n] int32: where it goes.   some [1] bool: one at least does not pad.
+    index [n] int32: entry to take.   target [n] int32: where it goes.   some [1] bool: one at least does not pad;
+    if none does, target is 0. Each with an axis [L] in front where it is made for all layers.
     """
 
     index: T
@@ -59,19 +60,18 @@ class Pick(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class BlockList(Generic[T]):
-    """One layer's blocks.
+    """One layer's blocks; `pick.target` is also where they are read.
 
-    ids [B]: block to read, 0 for one that pads.   head [B] int32.   own [G, B] bool: the block is of that head.
-    mask, recorded [B, 1, R, E] bool: the row sees the entry; and raises its score.   valid [B, E] bool: it is filled.
+    head [B] int32.   own [G, B] bool: the block is of that head.   valid [B, E] bool: the entry is filled.
+    mask, recorded [B, 1, R, E] bool: the row sees the entry; and raises its score.
     """
 
     pick: Pick[T]
-    ids: T
     head: T
     own: T
+    valid: T
     mask: T
     recorded: T
-    valid: T
 
 
 class IntegerMath(Generic[T]):
@@ -92,24 +92,29 @@ class IntegerMath(Generic[T]):
         return self._l.maximum(x, self.number(0))
 
     def not_negative(self, x: T) -> T:
-        """[n] bool."""
-        return self._l.less(self.number(-1), x)
+        """bool, in x's shape."""
+        return self._l.less(self.number(-1, self._l.rank(x)), x)
 
-    def owner(self, first: T, last: T, items: T) -> T:
-        """items [n] -> [n]: which of the ranges [first, last) [k] holds each, -1 if none does. Ranges are apart."""
-        n = self._l
-        item, low, high = n.reshape(items, (-1, 1)), n.reshape(first, (1, -1)), n.reshape(last, (1, -1))
-        inside = n.both(n.less(low, n.add(item, self.number(1, 2))), n.less(item, high))
-        which = n.reshape(self.count_up(first), (1, -1))
-        return n.reshape(n.reduce_max(n.select(inside, which, self.number(-1, 2)), (1,)), (-1,))
+    def owner(self, first: T, last: T, num_items: T) -> T:
+        """Which of the ranges [first, last) [L, k] holds each of the items 0, 1, ...; -1 if none. Ranges are apart.
+
+        num_items [n] int32: as many items. Gives [L, n] int32.
+        """
+        n, rows = self._l, (0, 1, -1)
+        item = n.reshape(self.count_up(num_items), (1, -1, 1))
+        above = n.less(n.reshape(first, rows), n.add(item, self.number(1, 3)))
+        inside = n.both(above, n.less(item, n.reshape(last, rows)))
+        which = n.reshape(self.count_up(n.reshape(n.take(first, 0, 0), (-1,))), (1, 1, -1))
+        return n.reshape(n.reduce_max(n.select(inside, which, self.number(-1, 3)), (2,)), (0, -1))
 
     def pick(self, valid: T, target: T) -> Pick[T]:
-        """valid [n] bool, target [n] int32, negative where not valid."""
+        """valid [L, n] bool, target [L, n] int32, each row by itself."""
         n = self._l
-        here = self.count_up(target)
-        latest = n.reduce_max(n.select(valid, here, self.number(-1)), (0,))
-        index = n.select(valid, here, self.at_least_zero(latest))
-        return Pick(index, self.at_least_zero(n.gather(target, index)), self.not_negative(latest))
+        here = n.reshape(self.count_up(n.take(target, 0, 0)), (1, -1))
+        latest = n.reduce_max(n.select(valid, here, self.number(-1, 2)), (1,))
+        instead = n.reduce_max(n.select(n.equal(here, latest), target, self.number(0, 2)), (1,))
+        index = n.select(valid, here, n.maximum(latest, self.number(0, 2)))
+        return Pick(index, n.select(valid, target, instead), self.not_negative(latest))
 
 
 class StepTables(Generic[T]):
@@ -134,7 +139,7 @@ class StepTables(Generic[T]):
         n, m = self._l, self._math
         first, last = self._ranges(self._t.row_starts, self._sequence)
         row = m.count_up(self._t.slots)
-        owner = m.owner(first, last, row)
+        owner = n.reshape(m.owner(n.reshape(first, (1, -1)), n.reshape(last, (1, -1)), self._t.slots), (-1,))
         index = m.at_least_zero(owner)
         return owner, index, n.sub(n.sub(n.gather(last, index), m.number(1)), row)
 
@@ -192,17 +197,18 @@ class StepTables(Generic[T]):
         return n.both(older, n.reshape(self._t.record, (1, 1, -1, 1)))
 
     @cached_property
-    def page_ids(self) -> T:
-        """[P]: page to read; 0 for one that pads."""
-        return self._math.at_least_zero(self._t.page_ids)
-
-    @cached_property
     def page_pick(self) -> Pick[T]:
-        return self._math.pick(self._math.not_negative(self._t.page_ids), self._t.page_ids)
+        """`target` is also where pages are read."""
+        return self._pick(self._t.page_ids)
 
     @cached_property
     def slot_pick(self) -> Pick[T]:
-        return self._math.pick(self._math.not_negative(self._t.slots), self._t.slots)
+        return self._pick(self._t.slots)
+
+    def _pick(self, places: T) -> Pick[T]:
+        """places [n] int32, -1 where an entry pads."""
+        row = self._l.reshape(places, (1, -1))
+        return _row_of(self._l, self._math.pick(self._math.not_negative(row), row), 0)
 
     @cached_property
     def slot_places(self) -> tuple[T, T]:
@@ -220,26 +226,43 @@ class StepTables(Generic[T]):
         keys = n.reshape(n.part(place, 2, 0, 1), (0, heads, 4))
         return place, n.concat([n.part(keys, 2, 0, 2), n.part(keys, 2, 3, 1)], axis=2)
 
+    @cached_property
+    def _block_lists(self) -> tuple[Pick[T], T, T, T]:
+        """Of all layers: the pick, and sequence, head and filled entries of each block [L, B] int32."""
+        n, m, heads = self._l, self._math, self._g.kv_heads
+        lists = n.add(n.mul(n.reshape(self._sequence, (-1, 1)), m.number(heads, 2)), self._heads)
+        lists = n.reshape(lists, (-1,))
+        first, last = (n.gather(self._t.block_starts, index, 1) for index in (lists, n.add(lists, m.number(1))))
+        owner = m.owner(first, last, n.take(self._t.block_ids, 0, 0))
+        valid = n.both(m.not_negative(owner), m.not_negative(self._t.block_ids))
+        owner = n.maximum(owner, m.number(0, 2))
+        sequence = n.div(owner, m.number(heads, 2))
+        filled = n.select(valid, self._t.block_lens, m.number(0, 2))
+        head = n.sub(owner, n.mul(sequence, m.number(heads, 2)))
+        return m.pick(valid, self._t.block_ids), sequence, head, filled
+
+    @cached_property
+    def _heads(self) -> T:
+        """[1, G]: 0, 1, ..."""
+        return self._l.constant(torch.arange(self._g.kv_heads)[None], "int32")
+
     def blocks(self, layer: int) -> BlockList[T]:
         """The block list of one layer."""
-        n, m, g = self._l, self._math, self._g
-        entries = g.layout.block_entries
-        this = n.constant(torch.tensor([layer]), "int32")
-        starts, ids, lens = (
-            n.reshape(n.gather(table, this), (-1,))
-            for table in (self._t.block_starts, self._t.block_ids, self._t.block_lens)
-        )
-        heads = n.constant(torch.arange(g.kv_heads)[None], "int32")
-        lists = n.add(n.mul(n.reshape(self._sequence, (-1, 1)), m.number(g.kv_heads, 2)), heads)
-        lists = n.reshape(lists, (-1,))
-        owner = m.owner(*self._ranges(starts, lists), m.count_up(ids))
-        pick_valid = n.both(m.not_negative(owner), m.not_negative(ids))
-        filled = n.reshape(n.select(pick_valid, lens, m.number(0)), (-1, 1))
-        valid = n.less(n.constant(torch.arange(entries)[None], "int32"), filled)
-        sequence = n.div(m.at_least_zero(owner), m.number(g.kv_heads))
-        head = n.sub(m.at_least_zero(owner), n.mul(sequence, m.number(g.kv_heads)))
+        n, entries = self._l, self._g.layout.block_entries
+        picks, *rest = self._block_lists
+        sequence, head, filled = (n.take(x, 0, layer) for x in rest)
+        valid = n.less(n.constant(torch.arange(entries)[None], "int32"), n.reshape(filled, (-1, 1)))
         same = n.equal(n.reshape(self._rows[0], (1, 1, -1, 1)), n.reshape(sequence, (-1, 1, 1, 1)))
         mask = n.both(same, n.reshape(valid, (0, 1, 1, entries)))
-        recorded = n.both(mask, n.reshape(self._t.record, (1, 1, -1, 1)))
-        own = n.equal(n.reshape(head, (1, -1)), n.reshape(heads, (-1, 1)))
-        return BlockList(m.pick(pick_valid, ids), m.at_least_zero(ids), head, own, mask, recorded, valid)
+        return BlockList(
+            pick=_row_of(n, picks, layer),
+            head=head,
+            own=n.equal(n.reshape(head, (1, -1)), n.reshape(self._heads, (-1, 1))),
+            valid=valid,
+            mask=mask,
+            recorded=n.both(mask, n.reshape(self._t.record, (1, 1, -1, 1))),
+        )
+
+
+def _row_of(layers: Layers[T], picks: Pick[T], layer: int) -> Pick[T]:
+    return Pick(*(layers.take(x, 0, layer) for x in (picks.index, picks.target, picks.some)))

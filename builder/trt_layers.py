@@ -98,6 +98,9 @@ class TrtLayers:
         weights = self._trt.Weights(self._trt.DataType.INT64, data.data_ptr(), data.numel())
         return self._network.add_constant((len(sizes),), weights).get_output(0)
 
+    def take(self, x: trt.ITensor, axis: int, index: int) -> trt.ITensor:
+        return self.gather(x, self.constant(torch.tensor(index), "int32"), axis)
+
     def concat(self, parts: Sequence[trt.ITensor], axis: int) -> trt.ITensor:
         layer = self._network.add_concatenation(list(parts))
         layer.axis = axis

@@ -164,8 +164,9 @@ def test_blocks_read_exactly(block_format: BlockFormat, head_dim: int) -> None:
     reader = BlockReader(TorchLayers(torch.float32, torch.float16), layout)
     words = words_of(raw)
     assert bool((words < 0).any()) and bool((words > 0).any())
-    for got, read in ((reader.keys, read_keys), (reader.values, read_values), (reader.bias, read_bias)):
-        torch.testing.assert_close(got(words), read(raw, layout), rtol=0, atol=0)
+    got = reader.read(words)
+    for found, read in ((got.keys, read_keys), (got.values, read_values), (got.bias, read_bias)):
+        torch.testing.assert_close(found, read(raw, layout), rtol=0, atol=0)
 
 
 def test_garbage_blocks_read_as_finite_numbers() -> None:
@@ -173,4 +174,5 @@ def test_garbage_blocks_read_as_finite_numbers() -> None:
         layout = BlockLayout(block_format, 16, 64)  # type: ignore[arg-type]
         reader = BlockReader(TorchLayers(torch.float32, torch.float16), layout)
         words = torch.full((2, layout.block_bytes // 4), -1, dtype=torch.int32)
-        assert all(bool(f(words).isfinite().all()) for f in (reader.keys, reader.values, reader.bias))
+        got = reader.read(words)
+        assert all(bool(x.isfinite().all()) for x in (got.keys, got.values, got.bias))
