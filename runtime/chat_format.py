@@ -118,6 +118,12 @@ class ChatFormat:
         """What follows an answer. previous_ended: the conversation already holds the token that ended the answer."""
         return self._with_user(self._after_end if previous_ended else self._pieces.after_answer, user, 0)
 
+    def system_end(self, rendered: str) -> int:
+        """Where the system part of a rendered conversation ends, at its first user message; 0 where it has none."""
+        head = self._pieces.user_head
+        found = rendered.find(head) if head else 0
+        return 0 if rendered[: max(0, found)] == self._bos else max(0, found)
+
     def render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """The template applied to a whole conversation; messages have `role` and `content`. Raises TemplateError."""
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,25 +34,31 @@ def _save_tokenizer(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def build_tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Llama of 2 layers and 258 tokens. Its end token has no logit above the rest: answers run to max_tokens."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def save_tiny_model(directory: Path, family: str = "llama", head_dim: int = 16) -> Any:
+    """Saves and returns a model of 2 layers and 258 tokens; its end token has no logit above the rest."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_dir = tmp_path_factory.mktemp("tiny-model")
     torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=258, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=MAX_SEQ_LEN, tie_word_embeddings=False,
-        bos_token_id=256, eos_token_id=END_TOKEN_ID,
+    config = AutoConfig.for_model(
+        family, vocab_size=258, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=MAX_SEQ_LEN, tie_word_embeddings=False,
+        bos_token_id=256, eos_token_id=END_TOKEN_ID, sliding_window=None,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.2)
         model.lm_head.weight[256:] = 0.0
-    model.save_pretrained(model_dir)
-    _save_tokenizer(model_dir)
+    model.save_pretrained(directory)
+    _save_tokenizer(directory)
+    return model.eval()
+
+
+def build_tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama of 2 layers and 258 tokens. Its end token has no logit above the rest: answers run to max_tokens."""
+    model_dir = tmp_path_factory.mktemp("tiny-model")
+    save_tiny_model(model_dir)
     output = tmp_path_factory.mktemp("tiny") / "engine"
     assert build(["--model", str(model_dir), "--output", str(output), "--dtype", "fp32"]) == 0
     return output

@@ -219,3 +219,13 @@ def test_plain_form_warns_once(caplog: pytest.LogCaptureFixture) -> None:
         form.next_turn("b", False)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert form.first_turn(None, "a").text == "User: a\nAssistant:"
+
+
+def test_the_system_part_of_a_rendered_text_is_found() -> None:
+    chat = make("chatml")
+    for system in (None, "Be brief."):
+        turn = chat.first_turn(system, "Hello")
+        assert chat.system_end(turn.text) == turn.system_end > 0
+    plain = ChatFormat(None, bos_token="<s>")
+    assert plain.system_end(plain.first_turn(None, "Hello").text) == 0
+    assert plain.system_end(plain.first_turn("Be brief.", "Hello").text) == len("<s>Be brief.\n\n")
