@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m perf.evaluate", description="Quality against bytes, per policy.")
     add = parser.add_argument
     add("--engine", type=Path, default=DEFAULT_ENGINE, help="engine directory (%(default)s)")
+    add("--reference", type=Path, help="another engine of the same model, whose full cache everything is held "
+        "against: the cost of --weight-dtype int8, say (default: --engine)")  # fmt: skip
     add("--policies", default="all", help="names separated by commas (%(default)s)")
     add("--set", action="append", default=[], metavar="FIELD=JSON", help="change a field of the policies but full, "
         "such as absorb_gate=null or budget_ratio=0.5; may be given again")  # fmt: skip
@@ -213,16 +216,27 @@ def evaluate(args: argparse.Namespace) -> list[Score]:
     variants = [varied(get_policy(name), args.set) for name in names if name != FULL]
     ALL_POLICIES.update({policy.name: policy for policy in variants})  # of this process, so that requests can name them
     policies = [FULL, *(policy.name for policy in variants)]
-    evaluator = Evaluator(args.engine, args.kv_mib)
     tasks = [make_task(seed, args.turns) for seed in range(args.conversations)]
-    answers: dict[str, list[Answers]] = {policy: [] for policy in policies}
-    with tqdm(total=len(policies) * len(tasks), unit="conversation", file=sys.stdout) as bar:
-        for policy in policies:
-            bar.set_description(policy)
-            for task in tasks:
-                answers[policy].append(evaluator.answers(task, policy))
-                bar.update()
-    return [score(policy, answers[policy], answers[FULL]) for policy in policies]
+    held = [(args.engine, policy) for policy in policies]
+    if args.reference is not None:
+        held.insert(0, (args.reference, FULL))
+    answers = hold(held, tasks, args.kv_mib)
+    return [score(policy, answers[args.engine, policy], answers[held[0]]) for policy in policies]
+
+
+def hold(held: Sequence[tuple[Path, str]], tasks: Sequence[Task], kv_mib: int) -> dict[tuple[Path, str], list[Answers]]:
+    """Answers of each (engine, policy) to every task, one engine after the other."""
+    answers: dict[tuple[Path, str], list[Answers]] = {}
+    with tqdm(total=len(held) * len(tasks), unit="conversation", file=sys.stdout) as bar:
+        for engine, pairs in groupby(held, key=lambda pair: pair[0]):
+            evaluator = Evaluator(engine, kv_mib)
+            for pair in pairs:
+                bar.set_description(pair[1])
+                answers[pair] = []
+                for task in tasks:
+                    answers[pair].append(evaluator.answers(task, pair[1]))
+                    bar.update()
+    return answers
 
 
 def main(argv: list[str] | None = None) -> int:

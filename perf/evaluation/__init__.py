@@ -1,0 +1,1 @@
+"""Quality of a compressed cache: generated conversations, scores against the full cache, and their report."""
