@@ -33,7 +33,7 @@ TOOL_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Resources:
-    """What one entry of a cubin takes: registers a thread, bytes of static shared memory a block, bytes of stack a thread."""
+    """What one entry of a cubin takes: registers and bytes of stack a thread, bytes of static shared memory a block."""
 
     entry: str
     registers: int

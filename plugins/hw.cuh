@@ -1,13 +1,14 @@
 // The hardware words that CommitKV's kernels use; a kernel includes this file and nothing else from CUDA.
 //
-// One source, two machines. Under NVRTC (hw_cuda.cuh) each word is a few instructions of sm_80, sm_89, sm_90a or sm_120.
-// With -DHW_EMULATED and a C++ compiler (emulation/) the same source runs on the CPU, a fiber per thread, and every word
-// checks what the hardware would leave undefined. All names live in namespace hw.
+// One source, two machines. Under NVRTC (hw_cuda.cuh) each word is a few instructions of sm_80, sm_89, sm_90a or
+// sm_120. With -DHW_EMULATED and a C++ compiler (emulation/) the same source runs on the CPU, a fiber per thread, and
+// every word checks what the hardware would leave undefined. All names live in namespace hw.
 //
 //   HW_KERNEL(name, Params, THREADS, MIN_BLOCKS) { ... p.field ... }   an entry of at most THREADS threads a block,
 //       compiled so that MIN_BLOCKS blocks fit a multiprocessor; `p` is the launch's `const Params &`
 //   HW_DEVICE                                    every function that a kernel calls
-//   HW_CHECK(condition, "what is wrong")         fails the launch when emulated, traps with -DHW_DEBUG, else costs nothing
+//   HW_CHECK(condition, "what is wrong")         fails the launch when emulated, traps with -DHW_DEBUG, else costs
+//   nothing
 //
 // Where: thread() warp() lane() block() num_threads() num_blocks(); warp() is the same in all lanes.
 // Values: Vec<T, N> is aligned to its size. Fp16, Bf16: storage types; Half: the one that -DELEMENT chooses (0, 1).
@@ -30,8 +31,9 @@
 // Barriers (mbarrier, 8 bytes each, phases 0, 1, 2, ...):
 //   barriers(byte_offset, count) -> Barriers
 //   barrier_init(b, i, arrivals)  one thread; then barrier_init_fence() by it and block_sync() by all
-//   barrier_arrive(b, i)          one arrival of the calling thread; what it read or wrote before is ordered before the phase
-//   barrier_wait(b, i, parity)    returns once the phase of that parity has completed; of a fresh barrier, parity 1 has
+//   barrier_arrive(b, i)          one arrival of the calling thread; what it read or wrote before is ordered before the
+//   phase barrier_wait(b, i, parity)    returns once the phase of that parity has completed; of a fresh barrier, parity
+//   1 has
 //
 // Copies into shared memory, one warp (collective); dst, src and bytes are multiples of 16 (and not in other copies):
 //   copy_begin(b, i, total_bytes); copy(b, i, dst, src, bytes)...; copy_end(b, i);
@@ -39,8 +41,8 @@
 //   sm_90 and later: one thread announces the bytes and issues bulk copies (COPY_ARRIVALS = 1). Before, or with
 //   -DHW_NO_BULK=1: every lane issues 16-byte asynchronous copies and arrives when its own are done (32).
 // Copies out of shared memory, one warp (collective), same rules:
-//   fence_async()                 each writer, after its stores to shared memory and before the sync with the storing warp
-//   bulk_store(dst, src, bytes)   bulk_store_wait(): src may be written again and dst is written
+//   fence_async()                 each writer, after its stores to shared memory and before the sync with the storing
+//   warp bulk_store(dst, src, bytes)   bulk_store_wait(): src may be written again and dst is written
 //
 // Tensor cores, warp-collective, fragments as PTX lays them out (g = lane / 4, t = lane % 4, two Half per register):
 //   FragmentA [16 x 16]: r0 (g, 2t) r1 (g + 8, 2t) r2 (g, 2t + 8) r3 (g + 8, 2t + 8)

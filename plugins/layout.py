@@ -144,8 +144,8 @@ class BlockLayout:
 def geometry_defines(page: PageLayout, block: BlockLayout, element: Element) -> tuple[tuple[str, int], ...]:
     """What a kernel is told of the geometry at compile time, as -D names and values.
 
-    Raises ValueError for geometry that kernels do not have: other head sizes, page or block lengths that are no multiple of
-    8, unquantized blocks of another type than the pages.
+    Raises ValueError for geometry that kernels do not have: other head sizes, page or block lengths that are no
+    multiple of 8, unquantized blocks of another type than the pages.
     """
     _check_geometry(page, block, element)
     return (

@@ -30,12 +30,11 @@ struct Lane {
   Fiber fiber;
   Identity identity;
   Warp *warp = nullptr;
-  Stack *stack = nullptr;
   LaneState state = LaneState::Ready;
   int wait_barrier = 0, wait_parity = 0;  // while Waiting
-  uint64_t last_due = 0;  // when this lane's latest asynchronous copy is delivered
-  Known known;            // steps this thread has seen of every thread and barrier, its own included
-  Step fenced = 0;        // its latest step that fence_async ended
+  uint64_t last_due = 0;                  // when this lane's latest asynchronous copy is delivered
+  Known known;                            // steps this thread has seen of every thread and barrier, its own included
+  Step fenced = 0;                        // its latest step that fence_async ended
 
   int thread() const { return identity.thread; }
   Step step() const { return known[thread()]; }
@@ -53,10 +52,10 @@ struct Warp {
   Perform perform = nullptr;
   std::array<void *, WARP_LANES> slots{};
   int arrived = 0;
-  int held_by = -1;          // id of the block barrier that the warp waits at, or -1
-  int copy_barrier = -1;     // between copy_begin and copy_end: the barrier, and bytes announced and copied
+  int held_by = -1;       // id of the block barrier that the warp waits at, or -1
+  int copy_barrier = -1;  // between copy_begin and copy_end: the barrier, and bytes announced and copied
   int announced = 0, copied = 0;
-  int stores_under_way = 0;  // bulk stores not yet delivered
+  int stores_under_way = 0;                 // bulk stores not yet delivered
   std::vector<std::pair<int, int>> stored;  // offsets and bytes of bulk stores since the last bulk_store_wait
 
   // Orders what each lane did before what any lane does after.
@@ -78,7 +77,7 @@ struct Barrier {
   int arrivals = 0, pending_arrivals = 0;
   int64_t pending_bytes = 0;
   uint64_t phase = 0;
-  int writer = 0;        // its place in Known
+  int writer = 0;  // its place in Known
   int initialised_by = 0;
   Step initialised_at = 0;
   bool visible = false;  // barrier_init_fence came after barrier_init
@@ -92,18 +91,19 @@ struct Barrier {
 struct Copy {
   enum class Kind { In, Out, Arrive };
   Kind kind;
-  int barrier;           // byte offset of the mbarrier; Out: none
-  int offset;            // in shared memory
+  int barrier;  // byte offset of the mbarrier; Out: none
+  int offset;   // in shared memory
   void *global;
-  int bytes, stride;     // pieces of 16 bytes every `stride` bytes; stride 16: one run
+  int bytes, stride;  // pieces of 16 bytes every `stride` bytes; stride 16: one run
   Warp *warp;
-  int announced_bytes;   // taken off the barrier's pending bytes when delivered
+  int announced_bytes;  // taken off the barrier's pending bytes when delivered
   uint64_t due;
 };
 
 struct Block {
   int index = 0, num_threads = 0, ended = 0;
   SharedMemory shared;
+  std::vector<std::unique_ptr<Stack>> stacks;
   std::vector<std::unique_ptr<Warp>> warps;
   std::array<NamedBarrier, 16> named;
   std::map<int, Barrier> barriers;

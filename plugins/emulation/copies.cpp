@@ -20,7 +20,8 @@ struct CopyCall {
 const CopyCall &same_in_all_lanes(void **slots, const char *word) {
   const CopyCall &call = *static_cast<CopyCall *>(slots[0]);
   for (int l = 1; l < WARP_LANES; ++l) {
-    if (!(*static_cast<CopyCall *>(slots[l]) == call)) call.launch->fail("%s: lanes 0 and %d give different arguments", word, l);
+    if (!(*static_cast<CopyCall *>(slots[l]) == call))
+      call.launch->fail("%s: lanes 0 and %d give different arguments", word, l);
   }
   return call;
 }
@@ -31,7 +32,8 @@ uint64_t Launch::next_due() { return now_ + static_cast<uint64_t>(random_.below(
 void Launch::check_copy(const char *word, int offset, const void *global, int bytes) {
   if (bytes <= 0 || bytes % COPY_PIECE != 0) fail("%s of %d bytes: not a positive multiple of 16", word, bytes);
   if (offset % COPY_PIECE != 0) fail("%s at byte %d of shared memory: not a multiple of 16", word, offset);
-  if (reinterpret_cast<uintptr_t>(global) % COPY_PIECE != 0) fail("%s at global address %p: not a multiple of 16", word, global);
+  if (reinterpret_cast<uintptr_t>(global) % COPY_PIECE != 0)
+    fail("%s at global address %p: not a multiple of 16", word, global);
   if (reinterpret_cast<uintptr_t>(global) < 4096) fail("%s at global address %p", word, global);
   check_shared(offset, bytes, word);
 }
@@ -63,7 +65,8 @@ void Launch::copy(int barrier, int dst, const void *src, int bytes, bool bulk) {
     const CopyCall &call = same_in_all_lanes(slots, "copy");
     Launch &launch = *call.launch;
     launch.check_copy("copy", call.offset, call.global, call.bytes);
-    launch.issue_copy({Copy::Kind::In, call.barrier, call.offset, call.global, call.bytes, COPY_PIECE, call.warp, 0, 0}, call.bulk);
+    launch.issue_copy({Copy::Kind::In, call.barrier, call.offset, call.global, call.bytes, COPY_PIECE, call.warp, 0, 0},
+                      call.bulk);
   });
 }
 
@@ -72,7 +75,9 @@ void Launch::issue_copy(Copy copy, bool bulk) {
   Block &block = *warp.block;
   if (warp.copy_barrier != copy.barrier) fail("copy: copy_begin of the barrier at byte %d is missing", copy.barrier);
   const int bad = block.shared.first_other(copy.offset, copy.bytes, ByteState::Unwritten, ByteState::Written);
-  if (bad >= 0) fail("copy of %d bytes to byte %d of shared memory: byte %d %s", copy.bytes, copy.offset, bad, block.shared.state(bad) == ByteState::Barrier ? "belongs to a barrier" : "is part of another copy under way");
+  if (bad >= 0)
+    fail("copy of %d bytes to byte %d of shared memory: byte %d %s", copy.bytes, copy.offset, bad,
+         block.shared.state(bad) == ByteState::Barrier ? "belongs to a barrier" : "is part of another copy under way");
   const Barrier &barrier = block.barriers.at(copy.barrier);
   for (int at = 0; at < copy.bytes; at += COPY_PIECE) {
     const Lane &lane = warp.lanes[bulk ? 0 : at / COPY_PIECE % WARP_LANES];  // the lane that issues this piece
@@ -112,13 +117,14 @@ void Launch::copy_end(int barrier, bool bulk) {
 void Launch::end_copies(Warp &warp, int offset, bool bulk) {
   if (warp.copy_barrier != offset) fail("copy_end: copy_begin of the barrier at byte %d is missing", offset);
   if (warp.copied != warp.announced) {
-    fail("copy_end: copy_begin announced %d bytes to the barrier at byte %d, the copies have %d", warp.announced, offset,
-         warp.copied);
+    fail("copy_end: copy_begin announced %d bytes to the barrier at byte %d, the copies have %d", warp.announced,
+         offset, warp.copied);
   }
   warp.copy_barrier = -1;
   if (bulk) return;
   for (Lane &lane : warp.lanes) {
-    warp.block->copies.push_back({Copy::Kind::Arrive, offset, 0, nullptr, 0, COPY_PIECE, &warp, 0, std::max(now_, lane.last_due)});
+    warp.block->copies.push_back(
+        {Copy::Kind::Arrive, offset, 0, nullptr, 0, COPY_PIECE, &warp, 0, std::max(now_, lane.last_due)});
   }
 }
 
@@ -133,7 +139,8 @@ void Launch::bulk_store(void *dst, int src, int bytes, bool bulk) {
     const CopyCall &call = same_in_all_lanes(slots, "bulk_store");
     Launch &launch = *call.launch;
     launch.check_copy("bulk_store", call.offset, call.global, call.bytes);
-    launch.issue_store({Copy::Kind::Out, 0, call.offset, call.global, call.bytes, COPY_PIECE, call.warp, 0, 0}, call.bulk);
+    launch.issue_store({Copy::Kind::Out, 0, call.offset, call.global, call.bytes, COPY_PIECE, call.warp, 0, 0},
+                       call.bulk);
   });
 }
 

@@ -1,7 +1,7 @@
 // Fibers: functions with a stack of their own that hand the processor to each other. Part of machine.cpp.
 //
-// On x86-64 a switch is a dozen instructions (ucontext's makes a system call); elsewhere it is ucontext's. AddressSanitizer
-// is told of every switch.
+// On x86-64 a switch is a dozen instructions (ucontext's makes a system call); elsewhere it is ucontext's.
+// AddressSanitizer is told of every switch.
 #pragma once
 
 #include <sys/mman.h>
@@ -52,7 +52,8 @@ class Stack {
   static constexpr size_t GUARD = 4096, BYTES = size_t{256} << 10;
 
   Stack() {
-    void *memory = mmap(nullptr, GUARD + BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *memory =
+        mmap(nullptr, GUARD + BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     base_ = static_cast<char *>(memory);
     mprotect(base_, GUARD, PROT_NONE);

@@ -38,7 +38,7 @@ inline float widen_fp16(uint16_t bits) {
 
 inline uint16_t narrow_fp16(float x) {
   const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return static_cast<uint16_t>(sign | 0x7fff);  // NaN
+  if (magnitude > 0x7f800000) return static_cast<uint16_t>(sign | 0x7fff);   // NaN
   if (magnitude >= 0x477ff000) return static_cast<uint16_t>(sign | 0x7c00);  // 65520 and more round to infinity
   if (magnitude < 0x38800000) {
     // Below the smallest normal: adding 0.5 leaves the value, rounded to multiples of 2^-24, in the low bits.

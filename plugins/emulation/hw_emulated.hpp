@@ -18,16 +18,16 @@ static Machine *machine = nullptr;  // set by the launch, one at a time per libr
 // Called once after the library is loaded.
 HW_EXPORT void hw_set_machine(hw::emulation::Machine *machine) { hw::emulation::machine = machine; }
 
-#define HW_KERNEL(name, Params, THREADS, MIN_BLOCKS)                                              \
-  static void name##_thread(const Params &p);                                                     \
-  HW_EXPORT const hw::emulation::KernelFacts name = {                                             \
-      [](const void *params) { name##_thread(*static_cast<const Params *>(params)); },            \
-      static_cast<int>(sizeof(Params)), (THREADS), (MIN_BLOCKS)};                                 \
+#define HW_KERNEL(name, Params, THREADS, MIN_BLOCKS)                                   \
+  static void name##_thread(const Params &p);                                          \
+  HW_EXPORT const hw::emulation::KernelFacts name = {                                  \
+      [](const void *params) { name##_thread(*static_cast<const Params *>(params)); }, \
+      static_cast<int>(sizeof(Params)), (THREADS), (MIN_BLOCKS)};                      \
   static void name##_thread(const Params &p)
 
-#define HW_CHECK(condition, what)                                \
-  do {                                                           \
-    if (!(condition)) hw::emulation::machine->fail("%s", what);  \
+#define HW_CHECK(condition, what)                               \
+  do {                                                          \
+    if (!(condition)) hw::emulation::machine->fail("%s", what); \
   } while (0)
 
 namespace hw {

@@ -66,6 +66,7 @@ class Launch final : public Machine {
   void deliver(Block &block, const Copy &copy);
   [[noreturn]] void report_deadlock();
   std::string describe(const Block &block, const Warp &warp) const;
+  std::string describe(const Block &block, const Warp &warp, const Lane &lane) const;
 
   // machine.cpp
   Block &block() { return *lane_->warp->block; }
@@ -86,7 +87,6 @@ class Launch final : public Machine {
   std::vector<int> block_order_;
   size_t started_ = 0;
   std::vector<std::unique_ptr<Block>> resident_;
-  std::vector<std::unique_ptr<Stack>> stacks_, free_stacks_;
   std::vector<Lane *> turn_;
   size_t turn_at_ = 0;
   Warp *last_warp_ = nullptr;

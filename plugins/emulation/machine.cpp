@@ -123,7 +123,8 @@ void Launch::refuse_conflict(const Lane &lane, const Conflict &conflict, const c
   std::string other = "thread " + std::to_string(conflict.by);
   if (copied) {
     for (const auto &[offset, barrier] : block().barriers) {
-      if (barrier.writer == conflict.by) other = "the copy that the barrier at byte " + std::to_string(offset) + " counts";
+      if (barrier.writer == conflict.by)
+        other = "the copy that the barrier at byte " + std::to_string(offset) + " counts";
     }
   }
   fail("%s by thread %d at byte %d of shared memory: nothing orders it after the %s by %s (a missing barrier)", access,
@@ -156,7 +157,8 @@ void Launch::shared_read(int offset, void *to, int bytes, int lane) {
 
 void Launch::shared_write(int offset, const void *from, int bytes) {
   check_shared(offset, bytes, "write");
-  if (offset % bytes != 0) fail("write of %d bytes at byte %d of shared memory: not aligned to its size", bytes, offset);
+  if (offset % bytes != 0)
+    fail("write of %d bytes at byte %d of shared memory: not aligned to its size", bytes, offset);
   SharedMemory &shared = block().shared;
   const int bad = shared.first_other(offset, bytes, ByteState::Unwritten, ByteState::Written);
   if (bad >= 0) {

@@ -1,8 +1,9 @@
 """Launches kernels on the CPU: compiles their source with the C++ compiler, runs it, raises what it finds.
 
-Threads of a block are fibers. A seed chooses in which order warps and lanes run and how late asynchronous copies arrive, so
-that a missing barrier shows on some seed; every word of hw.cuh checks its use (see the header comments beside this
-file). What it cannot show: speed, and memory orders weaker than that of the CPU.
+Threads of a block are fibers. A seed chooses in which order warps and lanes run and how late asynchronous copies arrive.
+Every word of hw.cuh checks how it is used (machine.cpp, copies.cpp), and every access of shared memory must be ordered
+after those it depends on by some barrier (shared_memory.hpp), whatever order the seed chose. Not shown: speed, and
+accesses of global memory that race.
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ class _Report(ctypes.Structure):
 class EmulatedRunner:
     """A KernelRunner on the CPU. The same seed and the same launches run the same way.
 
-    sanitize: compile with AddressSanitizer and UndefinedBehaviorSanitizer; the process must have been started with their
-    library loaded first (tests/plugins/emulated_sanitized.py).
+    sanitize: compile with AddressSanitizer and UndefinedBehaviorSanitizer; the process must have been started with
+    their library loaded first (tests/plugins/emulated_sanitized.py).
     """
 
     def __init__(self, seed: int = 0, sanitize: bool = False, cache_dir: Path | None = None) -> None:
@@ -93,6 +94,10 @@ class EmulatedRunner:
         self._cache_dir = cache_dir or native_build.default_cache_dir()
         self._libraries: dict[Kernel, ctypes.CDLL] = {}
         self._machine: ctypes.CDLL | None = None
+
+    def reseed(self, seed: int) -> None:
+        """Later launches run as those of a new runner with this seed."""
+        self._seed, self._num_launches = seed, 0
 
     def run(
         self, kernel: Kernel, entry: str, launch: Launch, params: ctypes.Structure, stream: int | None = None
@@ -163,8 +168,8 @@ class EmulatedRunner:
             raise LaunchError(f"{kernel.label}: no entry {entry!r} in {kernel.source.name}") from error
         if facts.params_bytes != ctypes.sizeof(params):
             raise LaunchError(
-                f"{kernel.label} {entry}: {type(params).__name__} has {ctypes.sizeof(params)} bytes, the kernel's Params "
-                f"{facts.params_bytes}; the fields must be the same in the same order"
+                f"{kernel.label} {entry}: {type(params).__name__} has {ctypes.sizeof(params)} bytes, the kernel's "
+                f"Params {facts.params_bytes}; the fields must be the same in the same order"
             )
         if launch.threads > facts.max_threads:
             raise LaunchError(

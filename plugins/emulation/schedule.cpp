@@ -1,5 +1,5 @@
-// Which lane runs next. A turn lets every lane of one warp that can run do so until it waits, in a random order; between
-// turns the warp is chosen at random and asynchronous copies whose time has come are delivered.
+// Which lane runs next. A turn lets every lane of one warp that can run do so until it waits, in a random order;
+// between turns the warp is chosen at random and asynchronous copies whose time has come are delivered.
 #include <algorithm>
 #include <cstring>
 
@@ -8,8 +8,16 @@
 namespace hw::emulation {
 
 namespace {
-Launch *running = nullptr;  // the launch whose fibers run: one at a time
+Launch *running = nullptr;                         // the launch whose fibers run: one at a time
+std::vector<std::unique_ptr<Stack>> spare_stacks;  // of launches that ended: their pages are there already
+
+std::unique_ptr<Stack> take_stack() {
+  if (spare_stacks.empty()) return std::make_unique<Stack>();
+  std::unique_ptr<Stack> stack = std::move(spare_stacks.back());
+  spare_stacks.pop_back();
+  return stack;
 }
+}  // namespace
 
 Launch::Launch(const KernelFacts &kernel, const void *params, const LaunchPlan &plan)
     : kernel_(kernel), params_(params), plan_(plan), random_(plan.seed) {
@@ -49,11 +57,8 @@ void Launch::start_block(int index) {
     warp.index = w;
     for (int l = 0; l < WARP_LANES; ++l) {
       Lane &lane = warp.lanes[l];
-      if (free_stacks_.empty()) free_stacks_.push_back(std::make_unique<Stack>());
-      stacks_.push_back(std::move(free_stacks_.back()));
-      free_stacks_.pop_back();
-      lane.fiber.prepare(*stacks_.back(), lane_entry);
-      lane.stack = stacks_.back().get();
+      block.stacks.push_back(take_stack());
+      lane.fiber.prepare(*block.stacks.back(), lane_entry);
       lane.identity = {w * WARP_LANES + l, plan_.threads, index, plan_.grid};
       lane.warp = &warp;
       lane.known.assign(plan_.threads + MAX_BARRIERS, 0);
@@ -64,27 +69,19 @@ void Launch::start_block(int index) {
 
 void Launch::finish_block(size_t at) {
   Block &block = *resident_[at];
-  for (const Copy &copy : block.copies) {
-    const bool in = copy.kind != Copy::Kind::Out;
-    error_ = "block " + std::to_string(block.index) + " ended while an asynchronous copy " +
-             (in ? "into" : "out of") + " its shared memory at byte " + std::to_string(copy.offset) +
-             " was under way: wait for it first";
-    failed_ = true;
-    throw LaunchFailed{};
+  const std::string name = "block " + std::to_string(block.index);
+  if (!block.copies.empty()) {
+    const Copy &copy = block.copies.front();
+    fail("%s ended while an asynchronous copy %s its shared memory at byte %d was under way: wait for it first",
+         name.c_str(), copy.kind == Copy::Kind::Out ? "out of" : "into", copy.offset);
   }
   for (const auto &warp : block.warps) {
-    if (!warp->stored.empty()) {
-      error_ = "block " + std::to_string(block.index) + ", warp " + std::to_string(warp->index) +
-               ": ended after a bulk_store without bulk_store_wait";
-      failed_ = true;
-      throw LaunchFailed{};
-    }
-    for (Lane &lane : warp->lanes) {
-      const auto used = std::find_if(stacks_.begin(), stacks_.end(), [&](auto &s) { return s.get() == lane.stack; });
-      free_stacks_.push_back(std::move(*used));
-      stacks_.erase(used);
-    }
+    if (!warp->stored.empty())
+      fail("%s, warp %d ended after a bulk_store without bulk_store_wait", name.c_str(), warp->index);
+    if (warp->copy_barrier >= 0)
+      fail("%s, warp %d ended after a copy_begin without copy_end", name.c_str(), warp->index);
   }
+  for (auto &stack : block.stacks) spare_stacks.push_back(std::move(stack));
   last_warp_ = nullptr;
   resident_.erase(resident_.begin() + static_cast<std::ptrdiff_t>(at));
 }
@@ -100,7 +97,8 @@ void Launch::lane_entry() {
 }
 
 bool Launch::runnable(const Lane &lane) const {
-  if (lane.state == LaneState::Waiting) return lane.warp->block->barriers.at(lane.wait_barrier).passed(lane.wait_parity);
+  if (lane.state == LaneState::Waiting)
+    return lane.warp->block->barriers.at(lane.wait_barrier).passed(lane.wait_parity);
   if (lane.state == LaneState::Storing) return lane.warp->stores_under_way == 0;
   return lane.state == LaneState::Ready;
 }
@@ -110,7 +108,8 @@ void Launch::take_turn() {
   deliver_due();
   std::vector<Warp *> candidates;
   const auto can_run = [this](const Warp &warp) {
-    return warp.held_by < 0 && std::any_of(warp.lanes.begin(), warp.lanes.end(), [this](auto &l) { return runnable(l); });
+    return warp.held_by < 0 &&
+           std::any_of(warp.lanes.begin(), warp.lanes.end(), [this](auto &l) { return runnable(l); });
   };
   if (last_warp_ && random_.below(100) < keep_warp_percent_ && can_run(*last_warp_)) {
     candidates.push_back(last_warp_);
@@ -201,35 +200,41 @@ void Launch::deliver(Block &block, const Copy &copy) {
   }
 }
 
-std::string Launch::describe(const Block &block, const Warp &warp) const {
-  std::string text;
-  for (int l = 0; l < WARP_LANES;) {  // runs of lanes in the same situation
-    const auto situation = [&](const Lane &lane) -> std::string {
-      if (lane.state == LaneState::Ended) return "ended";
-      if (warp.held_by >= 0) {
-        const NamedBarrier &barrier = block.named[warp.held_by];
-        return "at block barrier " + std::to_string(warp.held_by) + " (" + std::to_string(barrier.arrived) + " of " +
-               std::to_string(barrier.threads) + " threads)";
-      }
-      if (lane.state == LaneState::AtWord) return std::string("at ") + warp.word + " (" + std::to_string(warp.arrived) + " of 32 lanes)";
-      if (lane.state != LaneState::Waiting) return "ready";
-      const Barrier &barrier = block.barriers.at(lane.wait_barrier);
-      return "waiting for parity " + std::to_string(lane.wait_parity) + " of the barrier at byte " +
-             std::to_string(lane.wait_barrier) + " (in phase " + std::to_string(barrier.phase) + ": " +
-             std::to_string(barrier.pending_arrivals) + " of " + std::to_string(barrier.arrivals) +
-             " arrivals and " + std::to_string(barrier.pending_bytes) + " bytes missing)";
-    };
-    const std::string now = situation(warp.lanes[l]);
-    int end = l + 1;
-    while (end < WARP_LANES && situation(warp.lanes[end]) == now) ++end;
-    text += text.empty() ? "" : ", ";
-    if (end - l < WARP_LANES) text += "lanes " + std::to_string(l) + "-" + std::to_string(end - 1) + " ";
-    text += now;
-    l = end;
+std::string Launch::describe(const Block &block, const Warp &warp, const Lane &lane) const {
+  char text[240] = "ready";
+  if (lane.state == LaneState::Ended) return "ended";
+  if (warp.held_by >= 0) {
+    const NamedBarrier &barrier = block.named[warp.held_by];
+    snprintf(text, sizeof text, "at block barrier %d (%d of %d threads)", warp.held_by, barrier.arrived,
+             barrier.threads);
+  } else if (lane.state == LaneState::AtWord) {
+    snprintf(text, sizeof text, "at %s (%d of 32 lanes)", warp.word, warp.arrived);
+  } else if (lane.state == LaneState::Waiting) {
+    const Barrier &barrier = block.barriers.at(lane.wait_barrier);
+    snprintf(
+        text, sizeof text,
+        "waiting for parity %d of the barrier at byte %d (in phase %llu: %d of %d arrivals and %lld bytes missing)",
+        lane.wait_parity, lane.wait_barrier, static_cast<unsigned long long>(barrier.phase), barrier.pending_arrivals,
+        barrier.arrivals, static_cast<long long>(barrier.pending_bytes));
   }
-  return "warp " + std::to_string(warp.index) + ": " + text;
+  return text;
 }
 
+// Runs of lanes in the same situation.
+std::string Launch::describe(const Block &block, const Warp &warp) const {
+  std::string text = "warp " + std::to_string(warp.index) + ":";
+  for (int first = 0; first < WARP_LANES;) {
+    const std::string situation = describe(block, warp, warp.lanes[first]);
+    int end = first + 1;
+    while (end < WARP_LANES && describe(block, warp, warp.lanes[end]) == situation) ++end;
+    if (end - first < WARP_LANES) text += " lanes " + std::to_string(first) + "-" + std::to_string(end - 1);
+    text += " " + situation + (end < WARP_LANES ? "," : "");
+    first = end;
+  }
+  return text;
+}
+
+// Names the first block that waits, warp by warp.
 void Launch::report_deadlock() {
   const Block &block = *resident_[0];
   error_ = "deadlock in block " + std::to_string(block.index);

@@ -1,9 +1,9 @@
 // One block's shared memory and what is known of each byte. Part of machine.cpp.
 //
 // Order of accesses: every thread counts its steps, a new one after each word that releases (barrier_arrive, warp_sync,
-// block barriers, fence_async), and knows how far it has seen every other thread: the steps it acquired by such words. An
-// access is ordered after another when the thread knows the other's step. Each mbarrier has a place in the same list,
-// as the writer of the copies that it counts: its step is the phase that completes with them.
+// block barriers, fence_async), and knows how far it has seen every other thread: the steps it acquired by such words.
+// An access is ordered after another when the thread knows the other's step. Each mbarrier has a place in the same
+// list, as the writer of the copies that it counts: its step is the phase that completes with them.
 #pragma once
 
 #include <cstdint>
