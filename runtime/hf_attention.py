@@ -19,10 +19,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from plugins.append.params import Rotary
-from plugins.memory import KvMemory
 from runtime.errors import ConfigError, RequestError
-from runtime.executor_torch import Forms, KvStep
-from runtime.step_tables import StepRows, TableBuilder, int64_tensor
+from runtime.executor_torch import KvStep, TorchExecutor
+from runtime.step import int32
+from runtime.step_tables import StepRows
 
 STEP = "commitkv_step"
 PREFIX = "commitkv_"
@@ -32,26 +32,27 @@ class Interrupted(Exception):
     """A probe gives way between two layers."""
 
 
-class RowsStep:
-    """Pages and blocks of the rows of one sequence, for all layers of one forward call."""
+class HfExecutor(TorchExecutor):
+    """The engine's executor, for rows that transformers runs itself."""
 
-    def __init__(self, forms: Forms, memory: KvMemory, tables: TableBuilder, rows: StepRows) -> None:
-        self._slots = int64_tensor(rows.slots)
-        half = memory.layout.head_dim // 2
-        self._rotary = (torch.ones(len(rows.slots), half), torch.zeros(len(rows.slots), half))
-        self._append = forms.append.begin(self._slots, self._rotary, memory)
-        self._attend = forms.attend.begin(memory, tables.build([rows]), memory.layout.head_dim**-0.5)
+    def begin(self, rows: StepRows) -> CountedStep:
+        """Storage and attention of rows that are about to run."""
+        return CountedStep(self._prepare([rows], int32()).kv)
+
+
+class CountedStep:
+    """`KvStep` that knows how many layers came by."""
+
+    def __init__(self, step: KvStep) -> None:
+        self._step = step
         self.num_attended = 0
 
     def append(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """Stores k and v; `rotary` is the identity that attention passes everyone, and so is this step's own."""
-        return self._append(layer, q, k, v)
+        return self._step.append(layer, q, k, v, rotary)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(q)
-        self._attend(layer, q, out)
         self.num_attended += 1
-        return out
+        return self._step.attend(layer, q)
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[no-untyped-call]

@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from plugins.memory import KvMemory
 from runtime.conversation import Conversation
 from runtime.errors import ConfigError, OutOfMemoryError, PromptTooLongError, RequestError
-from runtime.executor_torch import TorchExecutor
-from runtime.hf_attention import HfDecoder, RoutedCache, RowsStep
+from runtime.hf_attention import CountedStep, HfDecoder, HfExecutor, RoutedCache
 from runtime.hf_model import (
     CacheOptions,
     cache_limits,
@@ -38,11 +36,14 @@ from runtime.kv_manager import Freed, KvManager, RowReservation
 from runtime.kv_storage import KvStorage
 from runtime.maintenance import CommitWork, Maintenance, ProbeSettings, ProbeWork
 from runtime.policy.base import Policy
+from runtime.policy.check import check_model
+from runtime.policy.recording import recording_of
 from runtime.policy.registry import get_policy
+from runtime.policy.task_type import detect_task
 from runtime.protection import protected_ranges, token_ranges
 from runtime.request import KvStats
 from runtime.step import SequencePlan
-from runtime.step_tables import StepRows, TableBuilder
+from runtime.step_tables import StepRows
 from runtime.wiring import choose_forms
 
 _HANDLE = 0
@@ -55,7 +56,7 @@ class _Open:
 
     token_ids: tuple[int, ...]
     reservation: RowReservation
-    step: RowsStep
+    step: CountedStep
 
 
 class CommitKVCache(RoutedCache):
@@ -76,26 +77,25 @@ class CommitKVCache(RoutedCache):
     ) -> None:
         self.policy = get_policy(policy) if isinstance(policy, str) else policy
         spec, self._options = model_spec(model), options or CacheOptions()
+        check_model(self.policy, spec)
         super().__init__(spec.num_layers)
-        self._limits = cache_limits(model, self._options, self.policy)
+        self._limits = cache_limits(model, self._options)
         self._tokenizer, self._chat_format = tokenizer, chat_format_of(tokenizer, self.policy)
         self._manager = KvManager(
             spec, self._limits, self._options.kv_memory_bytes or full_cache_bytes(model, self._limits)
         )
         storage = KvStorage(spec, self._limits, self._manager.num_pages, self._manager.num_blocks)
-        _, self._forms = choose_forms(torch.get_num_threads())
-        self._executor = TorchExecutor(HfDecoder(model), spec, self._limits, storage, self._forms)
-        self._tables = TableBuilder(spec)
+        _, forms = choose_forms(torch.get_num_threads())
+        self._executor = HfExecutor(HfDecoder(model), spec, self._limits, storage, forms)
         self._conversation = Conversation(_HANDLE, None, self.policy)
         self._manager.open(_HANDLE, self.policy)
         prompt = probe_tokens_of(tokenizer, self._chat_format)
         probe = ProbeSettings(prompt, self._options.probe_tokens, self._limits.max_seq_len)
         conversations = {_HANDLE: self._conversation}
         self._maintenance = Maintenance(self._manager, conversations, probe, self._options.watermark)
-        arena = storage.blocks(self._manager[_HANDLE].blocks.format)
-        self._memory = KvMemory(storage.pages, storage.seen, arena.raw, arena.score, arena.layout)
         self._open: _Open | None = None
         self._decoding = False
+        self._prompt_end = 0
         self._num_layers = spec.num_layers
         prepare_model(model)
         _hook(model)
@@ -133,6 +133,7 @@ class CommitKVCache(RoutedCache):
         """Forgets everything; protection too, but for the policy's own first tokens."""
         self._release(self._manager.release(_HANDLE))
         self._manager.open(_HANDLE, self.policy)
+        self._conversation.policy = self.policy
         self._conversation.tokens.clear()
         self._decoding = False
 
@@ -184,10 +185,10 @@ class CommitKVCache(RoutedCache):
         first = self.get_seq_length()
         self._check_rows(token_ids, first, position_ids)
         if len(token_ids) > 1:
-            self._protect_by_text(token_ids, first)
+            self._apply_text_rules(token_ids, first)
         reservation = self._reserve(len(token_ids))
         rows = self._rows(tuple(token_ids), first, reservation)
-        step = RowsStep(self._forms, self._memory, self._tables, rows)
+        step = self._executor.begin(rows)
         self._open, self.step = _Open(tuple(token_ids), reservation, step), step
 
     def end(self) -> None:
@@ -227,17 +228,22 @@ class CommitKVCache(RoutedCache):
             )
 
     def _rows(self, token_ids: tuple[int, ...], first: int, reservation: RowReservation) -> StepRows:
-        size = self._options.record_piece_tokens
-        skip = self.policy.schedule.recent_tokens
+        """The rows, of which those raise scores that would in the engine, piece by piece."""
+        policy, size = self._conversation.policy, self._options.record_piece_tokens
+        if len(token_ids) > 1:
+            self._prompt_end = first + len(token_ids)
         record = bytearray()
         for start in range(0, len(token_ids), size):
             piece = token_ids[start : start + size]
+            start += first
+            recording = recording_of(policy, start, start + len(piece), self._prompt_end)
             plan = SequencePlan(
-                handle=_HANDLE, token_ids=piece, first_position=first + start, slots=reservation.slots,
-                view=reservation.view, record_seen=self.policy.compresses, record_skip=skip, sample=None,
+                handle=_HANDLE, token_ids=piece, first_position=start, slots=reservation.slots, view=reservation.view,
+                record_seen=recording.on, record_skip=policy.record_skip, sample=None,
+                record_last=recording.last_rows, record_sum=recording.adds,
             )  # fmt: skip
             record += StepRows.of(plan).record
-        return StepRows(token_ids, first, reservation.slots, reservation.view, bytes(record), skip)
+        return StepRows(token_ids, first, reservation.slots, reservation.view, bytes(record), policy.record_skip)
 
     def _reserve(self, num_tokens: int) -> RowReservation:
         """Pages for new rows, after a commit if they do not fit. Raises OutOfMemoryError."""
@@ -249,8 +255,8 @@ class CommitKVCache(RoutedCache):
                 raise
         return self._reserve(num_tokens)
 
-    def _protect_by_text(self, token_ids: list[int], first: int) -> None:
-        """The policy's own rules: the system part of the first prompt, sentences, names and numbers of any."""
+    def _apply_text_rules(self, token_ids: list[int], first: int) -> None:
+        """What the policy makes of a prompt's text: its task type and its system part, sentences, names and numbers."""
         rules = self.policy.protection
         if self._chat_format is None or not self.policy.compresses:
             return
@@ -259,12 +265,23 @@ class CommitKVCache(RoutedCache):
             piece = str(self._tokenizer.decode([token_id]))
             offsets.append((len(text), len(text) + len(piece)))
             text += piece
+        system_end = self._chat_format.system_end(text) if first == 0 else 0
+        if first == 0 and self.policy.by_task:
+            self._take_policy(self.policy.for_task(detect_task(text[system_end:])))
         ranges = protected_ranges(text, rules)
-        system_end = self._chat_format.system_end(text) if rules.system_prompt and first == 0 else 0
-        if system_end:
+        if rules.system_prompt and system_end:
             ranges.append((0, system_end))
         for start, end in token_ranges(ranges, offsets):
             self._manager[_HANDLE].protect(first + start, first + end)
+
+    def _take_policy(self, policy: Policy) -> None:
+        """Of a cache that is still empty."""
+        protected = self._manager[_HANDLE].protected_ranges()
+        self._manager.release(_HANDLE)
+        self._manager.open(_HANDLE, policy)
+        for start, end in protected:
+            self._manager[_HANDLE].protect(start, end)
+        self._conversation.policy = policy
 
     # Commits
 

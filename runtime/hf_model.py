@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,12 +89,12 @@ def model_spec(model: PreTrainedModel) -> ModelSpec:
         rope=RopeSpec(theta=1.0),
         max_positions=config.max_position_embeddings,
         tied_embeddings=bool(config.tie_word_embeddings),
-        name=config.name_or_path or config.model_type,
+        name=Path(config.name_or_path or config.model_type).name,
     )
 
 
-def cache_limits(model: PreTrainedModel, options: CacheOptions, policy: Policy) -> EngineLimits:
-    """Raises ConfigError."""
+def cache_limits(model: PreTrainedModel, options: CacheOptions) -> EngineLimits:
+    """The limits of an engine of this model; its own policy is never asked for. Raises ConfigError."""
     window = getattr(model.config, "sliding_window", None) if _slides(model) else None
     longest = int(model.config.max_position_embeddings)
     max_seq_len = options.max_seq_len or min(longest, window or longest)
@@ -109,7 +110,7 @@ def cache_limits(model: PreTrainedModel, options: CacheOptions, policy: Policy) 
     dtype = DTYPES[model.dtype]
     return EngineLimits(
         dtype=dtype, kv_dtype=dtype, max_batch_size=1, max_seq_len=max_seq_len, page_tokens=options.page_tokens,
-        block_entries=options.block_entries, policy=policy.name,
+        block_entries=options.block_entries, policy="full",
     )  # fmt: skip
 
 

@@ -18,7 +18,14 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 from builder.build import main as build
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
-from runtime.errors import CommitKVError, ConfigError, OutOfMemoryError, PromptTooLongError, RequestError
+from runtime.errors import (
+    CommitKVError,
+    ConfigError,
+    OutOfMemoryError,
+    PromptTooLongError,
+    RequestError,
+    UnsupportedPolicyError,
+)
 from runtime.hf_cache import CommitKVCache
 from runtime.hf_model import CacheOptions
 from runtime.policy import registry
@@ -29,7 +36,7 @@ from runtime.wiring import load_parts
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 NEW_TOKENS = 10
 EAGER = dataclasses.replace(registry.ALL_POLICIES["commitkv"], schedule=Schedule(min_tokens=200, recent_tokens=64))
-UNPROBED = dataclasses.replace(EAGER, name="unprobed", probe=False)
+UNPROBED = dataclasses.replace(EAGER, name="unprobed", score="seen")
 PROMPTS = ("A short one.", "A prompt of some length, over several pages. " * 6, "x")
 
 
@@ -121,7 +128,7 @@ def test_commitkv_gives_the_engines_bytes_and_choices(
         assert (mine.blocks.lens, mine.blocks.starts) == (engines.blocks.lens, engines.blocks.starts)
         # The entries kept are the same ones: their scores agree, block by block.
         for block_a, block_b, length in zip(mine.blocks.ids, engines.blocks.ids, mine.blocks.lens, strict=True):
-            a = cache._memory.score[block_a, :length].float()
+            a = cache._executor._storage.blocks(EAGER.block_format).score[block_a, :length].float()
             b = engine._executor._storage.blocks(EAGER.block_format).score[block_b, :length].float()
             torch.testing.assert_close(a, b, rtol=5e-3, atol=1e-5)
     cache._manager.check_invariants()
@@ -345,6 +352,10 @@ def test_a_policy_that_probes_needs_a_tokenizer(llama: Tiny) -> None:
 def test_every_policy_runs(llama: Tiny, name: str) -> None:
     base: Policy = registry.ALL_POLICIES[name]
     policy = dataclasses.replace(base, schedule=dataclasses.replace(base.schedule, min_tokens=200, recent_tokens=64))
+    if base.gate is not None:
+        with pytest.raises(UnsupportedPolicyError, match="trained on"):
+            CommitKVCache(policy, model=llama.model, tokenizer=llama.tokenizer)
+        return
     cache = CommitKVCache(policy, model=llama.model, tokenizer=llama.tokenizer)
     text = grown(llama, cache)
     cache.commit()
