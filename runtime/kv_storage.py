@@ -161,9 +161,9 @@ class KvStorage:
             self._blocks[block_format] = BlockArena(layout, self._num_blocks[block_format], self._place)
         return self._blocks[block_format]
 
-    def no_blocks(self) -> BlockArena:
+    def no_blocks(self, block_format: str) -> BlockArena:
         """An arena that holds none."""
-        return BlockArena(block_layout(self.spec, self.limits, self.limits.kv_dtype), 0, self._place)
+        return BlockArena(block_layout(self.spec, self.limits, block_format), 0, self._place)
 
     def num_blocks(self, block_format: str) -> int:
         """Blocks that the arena of a format holds; 0 for a format this engine does not have."""

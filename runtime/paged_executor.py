@@ -21,6 +21,8 @@ from plugins.staging import TableStaging
 from runtime.config import EngineLimits, ModelSpec
 from runtime.gates import load_gate
 from runtime.kv_storage import KvStorage
+from runtime.memory_plan import block_layout
+from runtime.policy.registry import get_policy
 from runtime.sampling import sample
 from runtime.step import (
     BlockTable,
@@ -75,6 +77,7 @@ class PagedExecutor(ABC):
         self._staging = staging
         self._checks = TableChecks(TableBounds.of(spec, limits, storage.num_pages), storage)
         self._memory: dict[str, KvMemory] = {}  # by block format
+        self._own_format = block_layout(spec, limits, get_policy(limits.policy).block_format).format
         self._decided: tuple[LinePlan, Decision] | None = None
         self._gates: dict[str, GateWeights] = {}  # by file
 
@@ -187,11 +190,14 @@ class PagedExecutor(ABC):
         return self._gates[file]
 
     def _memory_of(self, block_format: str) -> KvMemory:
-        """The arenas of pages and of one block format; "" for steps that read no block, for which none is made."""
+        """The arenas of pages and of one block format; "" for steps that read no block, for which none is made.
+
+        Kernels are compiled for a format; those steps use the ones of the engine's own policy.
+        """
         memory = self._memory.get(block_format)
         if memory is None:
             storage = self._storage
-            arena = storage.blocks(block_format) if block_format else storage.no_blocks()
+            arena = storage.blocks(block_format) if block_format else storage.no_blocks(self._own_format)
             memory = KvMemory(storage.pages, storage.seen, arena.raw, arena.score, arena.layout)
             self._memory[block_format] = memory
         return memory

@@ -19,12 +19,14 @@ from runtime import manifest as manifests
 from runtime.chat_format import ChatFormat
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, EngineParts
+from runtime.errors import ManifestError
 from runtime.executor_torch import TORCH_FORMS, Forms, TorchExecutor
 from runtime.intake import Intake
 from runtime.kv_manager import KvManager
-from runtime.kv_storage import KvStorage
+from runtime.kv_storage import ArenaPlace, KvStorage
 from runtime.manifest import Manifest
 from runtime.policy.registry import get_policy
+from runtime.step import Executor
 from runtime.text import EngineTokenizer
 
 log = logging.getLogger(__name__)
@@ -33,24 +35,22 @@ PROBE_REQUEST = "Repeat the previous text exactly."
 
 
 def load_engine(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) -> Engine:
-    """Loads an engine built for the CPU.
+    """Loads an engine and the device it runs on: engines built for the CPU run on either device of `RuntimeConfig`.
 
-    verify: compare the hash of every file with the manifest. Raises ManifestError or ConfigError.
+    verify: compare the hash of every file with the manifest. Raises ManifestError, ConfigError or DeviceError.
     """
     return Engine(load_parts(engine_dir, config, verify=verify))
 
 
 def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) -> EngineParts:
     """What `load_engine` makes an engine of; evaluation also talks to the executor itself."""
-    manifest = manifests.load(engine_dir, target="cpu", verify=verify)
+    manifest = manifests.load(engine_dir, target=None if config.device == "cuda" else "cpu", verify=verify)
     spec, limits = manifest.model, manifest.limits
     get_policy(limits.policy)  # refused at start, not at the first turn
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     manager = KvManager(spec, limits, config.kv_memory_bytes)
-    storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks)
-    decoder_forms, forms = choose_forms(torch.get_num_threads())
-    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, forms=decoder_forms)
-    executor = TorchExecutor(decoder, spec, limits, storage, forms)
+    make_executor = _EXECUTORS[config.device]
+    executor = make_executor(engine_dir, manifest, manager)
     tokenizer = load_tokenizer(engine_dir, manifest)
     chat_format = load_chat_format(engine_dir, manifest)
     probe_prompt, _ = tokenizer.encode(chat_format.next_turn(PROBE_REQUEST, False).text, (0, 0))
@@ -64,6 +64,41 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
         intake=Intake(tokenizer, chat_format, limits.policy, limits.max_seq_len, config.max_waiting),
         probe_prompt=tuple(probe_prompt),
     )
+
+
+def _cpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager) -> Executor:
+    spec, limits = manifest.model, manifest.limits
+    storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks)
+    decoder_forms, forms = choose_forms(torch.get_num_threads())
+    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, forms=decoder_forms)
+    return TorchExecutor(decoder, spec, limits, storage, forms)
+
+
+def _gpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager) -> Executor:
+    """The TensorRT engine of a trt manifest; torch with our kernels for one built for the CPU."""
+    from runtime import gpu  # needs packages that a CPU does without
+
+    spec, limits = manifest.model, manifest.limits
+    policy = get_policy(limits.policy)
+    gpu.check_kernels(spec, limits, policy)
+    device = gpu.open_gpu()
+    kernels = gpu.open_kernels(device)
+    if manifest.target == "trt":
+        from runtime.trt_loading import trt_executor  # needs TensorRT
+
+        return trt_executor(engine_dir, manifest, manager, kernels)
+    if manifest.target != "cpu":
+        raise ManifestError(
+            f"engine: {engine_dir} was built for {manifest.target}, expected cpu or trt on device cuda; an engine of "
+            f"plain layers has no kernels of ours to run; build it with --target cpu or trt"
+        )
+    gpu.check_room(gpu.arena_bytes(manager, limits, policy), device)
+    storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks, ArenaPlace(device))
+    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, str(device))
+    return gpu.gpu_executor(decoder, spec, limits, storage, kernels)
+
+
+_EXECUTORS = {"cpu": _cpu_executor, "cuda": _gpu_executor}
 
 
 def load_tokenizer(engine_dir: Path, manifest: Manifest) -> EngineTokenizer:
