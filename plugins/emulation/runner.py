@@ -1,6 +1,6 @@
 """Launches kernels on the CPU: compiles their source with the C++ compiler, runs it, raises what it finds.
 
-Threads of a block are fibers. A seed chooses in which order warps and lanes run and how late asynchronous copies arrive.
+Threads of a block are fibers. A seed chooses in which order warps and lanes run and how late copies arrive.
 Every word of hw.cuh checks how it is used (machine.cpp, copies.cpp), and every access of shared memory must be ordered
 after those it depends on by some barrier (shared_memory.hpp), whatever order the seed chose. Not shown: speed, and
 accesses of global memory that race.

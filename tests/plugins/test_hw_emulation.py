@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-import re
-from pathlib import Path
-from typing import ClassVar
-
 import pytest
 import torch
+from emulated_sanitized import run_sanitized_emulation
+from emulation_cases import (
+    DTYPES,
+    PIPELINE_SHARED,
+    PIPELINE_TILES,
+    SOURCES,
+    THREADS,
+    ExchangeParams,
+    PipelineParams,
+    ValuesParams,
+    bugs_of,
+    pipeline_kernel,
+    run_exchange,
+    run_pipeline,
+)
 
 from plugins import native_build
 from plugins.emulation.runner import EmulatedRunner
@@ -16,37 +26,7 @@ from plugins.errors import CompileError, EmulationError, LaunchError
 from plugins.kernel import Kernel, Launch
 
 pytestmark = pytest.mark.skipif(native_build.find_compiler() is None, reason="needs a C++ compiler")
-
-SOURCES = Path(__file__).parent / "emulation_bugs"
 SEEDS = range(6)
-DTYPES = {0: torch.float16, 1: torch.bfloat16}  # by ELEMENT
-
-
-def numbered(source: Path) -> dict[str, int]:
-    """The planted mistakes of a kernel by name; NONE is 0."""
-    (names,) = re.findall(r"enum Bug \{(.*?)\};", source.read_text(), re.DOTALL)
-    return {name: n for n, name in enumerate(re.findall(r"\w+", names))}
-
-
-class PipelineParams(ctypes.Structure):
-    _fields_: ClassVar = [
-        ("a", ctypes.c_void_p),
-        ("b", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("tiles", ctypes.c_int),
-        ("bug", ctypes.c_int),
-    ]
-
-
-class ExchangeParams(ctypes.Structure):
-    _fields_: ClassVar = [
-        *((name, ctypes.c_void_p) for name in ("values", "out", "total", "peak")),
-        ("bug", ctypes.c_int),
-    ]
-
-
-PIPELINE_SHARED = 64 + 512 + 2 * 256
-THREADS = 96
 
 
 @pytest.fixture(scope="module")
@@ -55,36 +35,8 @@ def emulated() -> EmulatedRunner:
     return EmulatedRunner()
 
 
-def run_pipeline(
-    runner: EmulatedRunner, bug: int = 0, element: int = 0, no_bulk: int = 0, shared_bytes: int = PIPELINE_SHARED
-) -> None:
-    """Runs it over 2 blocks of 7 tiles and compares with torch."""
-    kernel = Kernel("pipeline", SOURCES / "pipeline.cu", (("ELEMENT", element), ("HW_NO_BULK", no_bulk)))
-    generator = torch.Generator().manual_seed(1)
-    a = torch.randn(16, 16, generator=generator).to(DTYPES[element])
-    b = torch.randn(2, 7, 16, 8, generator=generator).to(DTYPES[element])
-    out = torch.full((2, 7, 16, 8), float("nan"))
-    params = PipelineParams(a.data_ptr(), b.data_ptr(), out.data_ptr(), 7, bug)
-    runner.run(kernel, "pipeline", Launch(2, THREADS, shared_bytes), params)
-    torch.testing.assert_close(out, a.float() @ b.float())
-
-
-def run_exchange(runner: EmulatedRunner, bug: int = 0, no_bulk: int = 0) -> None:
-    """Runs it over 5 blocks and compares with torch."""
-    kernel = Kernel("exchange", SOURCES / "exchange.cu", (("HW_NO_BULK", no_bulk),))
-    values = torch.randint(1, 2000, (5, THREADS), dtype=torch.int32, generator=torch.Generator().manual_seed(2))
-    out, total = torch.full((5, THREADS), -1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    peak = torch.zeros(1, dtype=torch.float16)
-    params = ExchangeParams(values.data_ptr(), out.data_ptr(), total.data_ptr(), peak.data_ptr(), bug)
-    runner.run(kernel, "exchange", Launch(5, THREADS, 2 * 4 * THREADS), params)
-    largest = values.view(5, 3, 32).amax(2)
-    assert torch.equal(out, values.flip(1) + largest.repeat_interleave(32, 1))
-    assert total.item() == largest.sum().item()
-    assert peak.item() == (largest.max().float() / 1024).half().item()
-
-
 PIPELINE_BUGS = {
-    "NO_SYNC_AFTER_INIT": "nothing orders it after barrier_init|no barrier was initialised|never written|after the write",
+    "NO_SYNC_AFTER_INIT": "after barrier_init|no barrier was initialised|never written|after the write",
     "NO_INIT_FENCE": "barrier_init_fence was not called",
     "TOO_FEW_BYTES_ANNOUNCED": "announced 240 bytes to the barrier at byte 0, the copies have 256",
     "MISALIGNED_SOURCE": "copy at global address 0x[0-9a-f]+2: not a multiple of 16",
@@ -134,7 +86,7 @@ EXCHANGE_BUGS = {
 def test_a_bug_of_the_pipeline_is_found_on_every_seed(emulated: EmulatedRunner, name: str, no_bulk: int) -> None:
     if no_bulk and name == "NO_COPY_END":
         pytest.skip("without copy_end the next copy_begin complains in both forms; one is enough")
-    bug = numbered(SOURCES / "pipeline.cu")[name]
+    bug = bugs_of("pipeline")[name]
     for seed in SEEDS:
         emulated.reseed(seed)
         with pytest.raises(EmulationError, match=PIPELINE_BUGS[name]):
@@ -143,7 +95,7 @@ def test_a_bug_of_the_pipeline_is_found_on_every_seed(emulated: EmulatedRunner, 
 
 @pytest.mark.parametrize("name", EXCHANGE_BUGS)
 def test_a_bug_of_the_exchange_is_found_on_every_seed(emulated: EmulatedRunner, name: str) -> None:
-    bug = numbered(SOURCES / "exchange.cu")[name]
+    bug = bugs_of("exchange")[name]
     for seed in SEEDS:
         emulated.reseed(seed)
         with pytest.raises(EmulationError, match=EXCHANGE_BUGS[name]):
@@ -151,8 +103,8 @@ def test_a_bug_of_the_exchange_is_found_on_every_seed(emulated: EmulatedRunner, 
 
 
 def test_every_planted_bug_has_a_test() -> None:
-    assert ["NONE", *PIPELINE_BUGS] == list(numbered(SOURCES / "pipeline.cu"))
-    assert ["NONE", *EXCHANGE_BUGS] == list(numbered(SOURCES / "exchange.cu"))
+    assert ["NONE", *PIPELINE_BUGS] == list(bugs_of("pipeline"))
+    assert ["NONE", *EXCHANGE_BUGS] == list(bugs_of("exchange"))
 
 
 @pytest.mark.parametrize("no_bulk", (0, 1))
@@ -168,3 +120,154 @@ def test_the_correct_exchange(emulated: EmulatedRunner, no_bulk: int) -> None:
     for seed in range(24):
         emulated.reseed(seed)
         run_exchange(emulated, no_bulk=no_bulk)
+
+
+def test_what_a_launch_moves_is_counted() -> None:
+    runner = EmulatedRunner()
+    run_pipeline(runner)
+    counters = runner.counters
+    assert counters.bulk_read == 2 * PIPELINE_TILES * 256  # each tile once
+    assert counters.plain_read == 2 * 512 and counters.plain_written == 2 * PIPELINE_TILES * 512
+    assert counters.read == counters.bulk_read + counters.plain_read and counters.written == counters.plain_written
+    run_exchange(runner)
+    assert counters.bulk_written == 5 * THREADS * 4
+    assert counters.atomic == 5 * (3 * 4 + THREADS * 2)  # a sum per warp, a maximum per thread
+    counters.reset()
+    assert counters.read == counters.written == counters.atomic == 0
+
+
+def test_the_same_seed_runs_the_same_way(emulated: EmulatedRunner) -> None:
+    def complaint(seed: int) -> str:
+        emulated.reseed(seed)
+        with pytest.raises(EmulationError) as caught:
+            run_exchange(emulated, bugs_of("exchange")["NO_BLOCK_SYNC"])
+        return str(caught.value)
+
+    assert complaint(3) == complaint(3)
+    assert len({complaint(seed) for seed in range(8)}) > 1
+
+
+def test_a_launch_after_a_failed_one_is_right(emulated: EmulatedRunner) -> None:
+    for bug in ("WRONG_PHASE_PRODUCER", "DIVERGENT_MMA"):
+        with pytest.raises(EmulationError):
+            run_pipeline(emulated, bugs_of("pipeline")[bug])
+        run_pipeline(emulated)
+
+
+def test_shared_memory_beyond_the_launch(emulated: EmulatedRunner) -> None:
+    with pytest.raises(EmulationError, match="at byte 832 of shared memory: the launch has 1087 bytes"):
+        run_pipeline(emulated, shared_bytes=PIPELINE_SHARED - 1)
+
+
+def test_what_does_not_fit_is_refused_before_it_runs(emulated: EmulatedRunner) -> None:
+    kernel, params = pipeline_kernel(), PipelineParams()
+    with pytest.raises(LaunchError, match="no entry 'pipe'"):
+        emulated.run(kernel, "pipe", Launch(1, 96, 0), params)
+    with pytest.raises(LaunchError, match="ExchangeParams has 40 bytes, the kernel's Params 32"):
+        emulated.run(kernel, "pipeline", Launch(1, 96, 0), ExchangeParams())
+    with pytest.raises(LaunchError, match="launched with 128 threads, compiled for 96"):
+        emulated.run(kernel, "pipeline", Launch(1, 128, 0), params)
+    with pytest.raises(LaunchError, match="stream: got 7"):
+        emulated.run(kernel, "pipeline", Launch(1, 96, 0), params, stream=7)
+    for grid, threads, shared in ((0, 32, 0), (1, 33, 0), (1, 2048, 0), (1, 32, -1)):
+        with pytest.raises(LaunchError, match="expected"):
+            Launch(grid, threads, shared)
+
+
+def test_a_kernel_that_does_not_compile_says_why(emulated: EmulatedRunner) -> None:
+    kernel = Kernel("pipeline", SOURCES / "pipeline.cu", (("ELEMENT", 0), ("Params", 1)))
+    with pytest.raises(CompileError, match=r"pipeline\(ELEMENT=0 Params=1\): .*error"):
+        emulated.run(kernel, "pipeline", Launch(1, 96, 0), PipelineParams())
+
+
+def test_sanitizers_find_nothing_in_correct_kernels() -> None:
+    done = run_sanitized_emulation("emulation_cases", "sanitized")
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr[-3000:]
+
+
+def test_sanitizers_see_an_overrun_of_global_memory() -> None:
+    done = run_sanitized_emulation("emulation_cases", "sanitized_overrun")
+    assert done.returncode != 0 and "heap-buffer-overflow" in done.stderr, done.stderr[-3000:]
+
+
+def words_of(emulated: EmulatedRunner, x: torch.Tensor, bits: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Results of values.cu, one column per word: [32, words] int32."""
+    out = torch.zeros(32, 32, dtype=torch.int32)
+    kernel = Kernel("values", SOURCES / "values.cu", (("ELEMENT", int(matrices.dtype == torch.bfloat16)),))
+    params = ValuesParams(x.data_ptr(), bits.data_ptr(), matrices.data_ptr(), out.data_ptr())
+    emulated.run(kernel, "values", Launch(1, 32, 512), params)
+    return out
+
+
+def packed(pairs: torch.Tensor) -> torch.Tensor:
+    """[n, 2] halves -> [n] int32."""
+    return pairs.contiguous().view(torch.int32).flatten()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_words_compute_what_torch_does(emulated: EmulatedRunner, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    edges = torch.tensor(
+        [0.0, -0.0, 65504, 65519, 65520, 1e9, -1e9, 2.0**-24, 2.0**-25, 3e-8, 6.1e-5, 1 + 2**-11, 3e38]
+    )
+    x = torch.cat((edges, torch.randn(96 - len(edges)) * 10 ** (torch.rand(96 - len(edges)) * 8 - 5)))[
+        torch.randperm(96)
+    ]
+    x = x.view(32, 3)
+    bits = torch.randint(0, 2**31, (32, 3), dtype=torch.int32)
+    matrices = torch.randn(4, 8, 8).to(dtype)
+    words = words_of(emulated, x, bits, matrices)
+    columns = iter(words.T.contiguous())
+    a, b = x[:, :2].to(dtype), x[:, 1:].to(dtype)
+    exact = a.double() * b.double() + x[:, (2, 0)].to(dtype).double()
+    for expected in (x[:, 0].half().float(), x[:, 0].bfloat16().float()):
+        assert torch.equal(next(columns).view(torch.float32), expected)
+    assert torch.equal(next(columns), packed(a))
+    assert torch.equal(next(columns).view(torch.float32), a[:, 0].float())
+    assert torch.equal(next(columns).view(torch.float32), a[:, 1].float())
+    torch.testing.assert_close(
+        next(columns).view(dtype).view(32, 2), exact.to(dtype), equal_nan=True, rtol=1e-2, atol=0
+    )
+    assert torch.equal(next(columns), byte_perm(bits))
+    for expected in (x[:, 0].exp2(), x[:, 0].square().log2(), x[:, 0].square().rsqrt()):
+        torch.testing.assert_close(next(columns).view(torch.float32), expected)
+    lanes = torch.arange(32)
+    for source in (torch.full((32,), 5), lanes ^ 3, torch.where(lanes < 25, lanes + 7, lanes)):
+        assert torch.equal(next(columns).view(torch.float32), x[source, 0])
+    ballot = sum(int(x[lane, 0] > 0) << lane for lane in range(32))
+    assert next(columns).tolist() == [ballot - (ballot >> 31 << 32)] * 32
+    assert next(columns).tolist() == [int((x[:, 0] > 1e30).any())] * 32
+    assert next(columns).tolist() == [1] * 32
+    straight = [packed(m.view(32, 2)) for m in matrices]
+    turned = [packed(m.T.reshape(32, 2)) for m in matrices]
+    for expected in (*straight, *turned, *straight[:2], *turned[:2], turned[0]):
+        assert torch.equal(next(columns), expected)
+    assert torch.equal(next(columns).view(torch.float32), torch.maximum(x[:, 0], x[:, 1]))
+    assert torch.equal(next(columns).view(torch.float32), torch.minimum(x[:, 0], x[:, 1]))
+    assert next(columns).view(torch.float32).tolist() == [-float("inf")] * 32
+
+
+def byte_perm(bits: torch.Tensor) -> torch.Tensor:
+    """PTX prmt.b32 of each row (a, b, selector)."""
+    results = []
+    for a, b, selector in bits.tolist():
+        source = (a & 0xFFFFFFFF).to_bytes(4, "little") + (b & 0xFFFFFFFF).to_bytes(4, "little")
+        chosen = bytearray()
+        for i in range(4):
+            nibble = selector >> 4 * i & 15
+            byte = source[nibble & 7]
+            chosen.append((0xFF if byte & 0x80 else 0) if nibble & 8 else byte)
+        results.append(int.from_bytes(chosen, "little", signed=True))
+    return torch.tensor(results, dtype=torch.int32)
+
+
+def test_every_half_keeps_its_value(emulated: EmulatedRunner) -> None:
+    bits = torch.zeros(32, 3, dtype=torch.int32)
+    for dtype in DTYPES.values():
+        every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+        finite = every[every.isfinite()].float()
+        for start in range(0, len(finite) - 63, 64 * 37):  # 32 pairs at a time, spread over all of them
+            x = torch.zeros(32, 3)
+            x[:, :2] = finite[start : start + 64].view(32, 2)
+            words = words_of(emulated, x, bits, torch.zeros(4, 8, 8, dtype=dtype))
+            assert torch.equal(words[:, 3:5].contiguous().view(torch.float32), x[:, :2])
