@@ -28,8 +28,8 @@ _BYTES_OF_A_THREAD = 16  # of each half of a head
 class CudaAppendParams(ctypes.Structure):
     """AppendParams of append.cu field by field.
 
-    Pointers: addresses on the runner's device, 16-byte aligned but for seen and slots. Strides: elements between rows of
-    q, k, v (Half) and of cos, sin (fp32), so that every row begins 16-byte aligned. num_slots: pages * page_tokens.
+    Pointers: addresses on the runner's device, 16-byte aligned but for seen and slots. Strides: elements between rows
+    of q, k, v (Half) and of cos, sin (fp32); every row begins 16-byte aligned. num_slots: pages * page_tokens.
     """
 
     _fields_ = (

@@ -53,8 +53,9 @@ class CudaCommitParams(ctypes.Structure):
 class CommitSizes:
     """Bounds on what one launch meets.
 
-    rows: layers * G.   Of any one row: moving: staged tokens and filled entries of dissolved blocks; below: those of them
-    below the line; old_blocks: blocks before the commit, dissolved_blocks: of them. shared_bytes: see SHARED_BYTES.
+    rows: layers * G.   Of any one row: moving: staged tokens and filled entries of dissolved blocks; below: those of
+    them below the line; old_blocks: blocks before the commit, dissolved_blocks: of them. shared_bytes: see
+    SHARED_BYTES.
     """
 
     rows: int
@@ -83,8 +84,8 @@ def commit_kernel(page: PageLayout, block: BlockLayout, element: Element) -> Ker
     """The kernel of one geometry. Raises ValueError or UnsupportedShapeError for one that kernels do not have."""
     if block.block_entries > MAX_BLOCK_ENTRIES:
         raise UnsupportedShapeError(
-            f"block_entries: got {block.block_entries}, expected at most {MAX_BLOCK_ENTRIES}: a commit works on a whole "
-            f"block in shared memory; build with smaller blocks"
+            f"block_entries: got {block.block_entries}, expected at most {MAX_BLOCK_ENTRIES}: a commit works on a "
+            f"whole block in shared memory; build with smaller blocks"
         )
     defines = geometry_defines(page, block, element)
     return Kernel("commit", Path(__file__).resolve().parent / "commit.cu", defines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from plugins.append import reference
 from plugins.append.cuda import CudaAppend, CudaAppendParams, append_kernel, launch_append
 from plugins.append.params import AppendParams
+from plugins.compile import compile_cubin, resource_usage, sass
 from plugins.emulation.runner import EmulatedRunner
 from plugins.errors import LaunchError
 from plugins.layout import BlockFormat, BlockLayout, Element, PageLayout
 from plugins.memory import KvMemory
 from plugins.native_build import find_compiler
+from tests.plugins.emulated_sanitized import run_sanitized_emulation
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="the emulation needs a C++ compiler")
 DTYPES: dict[Element, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -108,3 +111,26 @@ def test_wrong_types_are_refused() -> None:
         run(replace(params, q=params.q.float()), EmulatedRunner())
     with pytest.raises(LaunchError, match="float32"):
         run(replace(params, pages=params.pages.float()), EmulatedRunner())
+
+
+def sanitized(runner: EmulatedRunner) -> None:
+    """Run by `test_under_sanitizers` in a process with AddressSanitizer."""
+    for rows, head_dim in ((1, 64), (9, 128)):
+        params = make_params(rows, "bf16", head_dim, 8)
+        params.slots[1::4] = -1
+        run(params, runner)
+
+
+def test_under_sanitizers() -> None:
+    done = run_sanitized_emulation("test_append_cuda", "sanitized")
+    assert done.returncode == 0 and done.stdout.endswith("done\n"), done.stderr[-3000:]
+
+
+def test_cubins_use_wide_accesses_and_no_stack() -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for sm in ("sm_90a", "sm_80"):
+        cubin = compile_cubin(append_kernel(PageLayout(2, 2, 128, 16, 2), "bf16"), sm)
+        (code,) = sass(cubin).values()
+        assert "STG.E.128" in code and re.search(r"LDG\.E[.\w]*\.128", code)
+        (usage,) = resource_usage(cubin)
+        assert usage.stack_bytes == 0 and usage.registers <= 64  # four blocks of 256 threads on a multiprocessor
