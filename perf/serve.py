@@ -49,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m perf.serve", description=__doc__)
     add_engine_arguments(parser)
     parser.add_argument("--policy", help="policy of conversations that name none (the engine's own)")
+    parser.add_argument("--trace", type=Path, help="new file for a record of every commit, see perf.trace (none)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="0: any free one (%(default)s)")
     parser.add_argument("--grpc-port", type=int, default=8001, help="0: any free one (%(default)s)")
@@ -62,8 +63,9 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     base = server_options(args.engine, args.kv_mib, args.threads, args.policy, args.log)
     if not 0 <= args.grace_s <= MAX_GRACE_S:
         raise ConfigError(f"--grace-s: got {args.grace_s}, expected 0 to {MAX_GRACE_S} seconds; pass another number")
+    trace = {} if args.trace is None else {"trace_file": str(args.trace.resolve())}
     return ServerOptions(
-        parameters={**base.parameters, "grace_s": str(args.grace_s)},
+        parameters={**base.parameters, **trace, "grace_s": str(args.grace_s)},
         host=args.host,
         http_port=args.http_port,
         grpc_port=args.grpc_port,

@@ -126,6 +126,7 @@ class RuntimeConfig:
     max_waiting: turns that may wait for a place in the batch.
     num_threads: threads of the CPU executor; 0: one per core.
     device: "cpu", or "cuda" for the first GPU that the process sees.
+    trace_file: a new file for a record of every commit, see `runtime.trace`; "": none.
     """
 
     kv_memory_bytes: int = 1 << 30
@@ -136,6 +137,7 @@ class RuntimeConfig:
     max_waiting: int = 256
     num_threads: int = 0
     device: str = "cpu"
+    trace_file: str = ""
 
     def __post_init__(self) -> None:
         for name in ("kv_memory_bytes", "tokens_per_step", "probe_tokens_per_step", "max_conversations", "max_waiting"):

@@ -24,6 +24,7 @@ from runtime.figures import EngineStats, Figures
 from runtime.intake import Intake
 from runtime.kv_manager import Freed, KvManager
 from runtime.maintenance import CommitWork, Maintenance, ProbeSettings, ProbeWork
+from runtime.observer import Observer
 from runtime.request import ErrorEvent, Event, KvStats, Request
 from runtime.scheduler import Scheduler, Starved, StepWork
 from runtime.step import Executor, ProbePlan, StepResult
@@ -34,7 +35,7 @@ Work = StepWork | Starved | ProbeWork | CommitWork
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the wiring puts together: the device half and the text side."""
+    """What the wiring puts together: the device half, the text side, and who watches them."""
 
     spec: ModelSpec
     limits: EngineLimits
@@ -43,6 +44,7 @@ class EngineParts:
     executor: Executor
     intake: Intake
     probe_prompt: tuple[int, ...]
+    observer: Observer | None = None
 
 
 class Engine:
@@ -52,6 +54,7 @@ class Engine:
         manager = parts.manager
         self._executor = parts.executor
         self._intake = parts.intake
+        self._observer = parts.observer
         self._eos = parts.spec.eos_token_ids
         self._max_seq_len = parts.limits.max_seq_len
         self._config = parts.config
@@ -233,6 +236,8 @@ class Engine:
         turn = conversation.turn
         assert turn is not None
         self._maintenance.turn_ended(conversation)
+        if self._observer is not None:
+            self._observer.turn_ended(conversation)
         event = finish_event(conversation, turn, self._manager.stats(conversation.handle))
         goes_on = (
             conversation.conversation_id is not None
@@ -282,6 +287,8 @@ class Engine:
             raise
         with self._lock:
             self._release(self._manager.settle_commit(reservation))
+            if self._observer is not None:
+                self._observer.committed(work.plan.handle, result)
         self._figures.count_commit(self._clock_ns() - started, result)
 
     def _relieve(self, starved: Starved) -> list[Event]:

@@ -53,6 +53,12 @@ class PublishForm(Protocol):
     def __call__(self, memory: KvMemory, params: PublishParams, decision: Decision) -> tuple[int, int]: ...
 
 
+class CommitWatcher(Protocol):
+    """Sees a commit that is about to be written."""
+
+    def committing(self, plan: PublishPlan, memory: KvMemory, params: PublishParams, decision: Decision) -> None: ...
+
+
 @dataclass(frozen=True)
 class CommitForms:
     """Which form of a commit's two halves an executor runs."""
@@ -80,6 +86,7 @@ class PagedExecutor(ABC):
         self._own_format = block_layout(spec, limits, get_policy(limits.policy).block_format).format
         self._decided: tuple[LinePlan, Decision] | None = None
         self._gates: dict[str, GateWeights] = {}  # by file
+        self.watcher: CommitWatcher | None = None
 
     @abstractmethod
     def _forward(
@@ -176,7 +183,10 @@ class PagedExecutor(ABC):
                 put(int64_tensor(plan.move_from)),
                 put(int64_tensor(plan.move_to)),
             )
-        return PublishResult(*self._commit_forms.publish(self._memory_of(plan.blocks.format), params, decided[1]))
+        memory = self._memory_of(plan.blocks.format)
+        if self.watcher is not None:
+            self.watcher.committing(plan, memory, params, decided[1])
+        return PublishResult(*self._commit_forms.publish(memory, params, decided[1]))
 
     def release(self, page_ids: array[int], blocks: BlockTable | None) -> None:
         self._storage.release_pages(page_ids)

@@ -25,9 +25,11 @@ from runtime.intake import Intake
 from runtime.kv_manager import KvManager
 from runtime.kv_storage import ArenaPlace, KvStorage
 from runtime.manifest import Manifest
+from runtime.paged_executor import PagedExecutor
 from runtime.policy.registry import get_policy
 from runtime.step import Executor
 from runtime.text import EngineTokenizer
+from runtime.trace import Trace
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,17 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
         executor=executor,
         intake=Intake(tokenizer, chat_format, limits.policy, limits.max_seq_len, config.max_waiting),
         probe_prompt=tuple(probe_prompt),
+        observer=_start_trace(config, manager, executor),
     )
+
+
+def _start_trace(config: RuntimeConfig, manager: KvManager, executor: Executor) -> Trace | None:
+    """Raises ConfigError for a file that cannot be made."""
+    if not config.trace_file:
+        return None
+    assert isinstance(executor, PagedExecutor)
+    executor.watcher = Trace(Path(config.trace_file), manager, manager.spec)
+    return executor.watcher
 
 
 def _cpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager) -> Executor:
