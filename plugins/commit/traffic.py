@@ -11,9 +11,10 @@ from plugins.layout import ELEMENT_BYTES, SCALE_BYTES, BlockLayout
 class CommitTraffic:
     """What one commit handles, added up over all rows (layer, KV head). "Coded": entries of dissolved blocks.
 
-    compared_*: entries below the line whose key is held against the kept ones; none where the gate is off. absorbed_*: of
-    them, those that a kept entry takes in. merged_old: entries of blocks that stay and take others in. searched_keys:
-    filled entries of the blocks that stay with an entry above the line, searched_blocks: those blocks.
+    compared_*: entries below the line whose key is held against the kept ones; none where the gate is off. absorbed_*:
+    of them, those that a kept entry takes in. merged_old: entries of blocks that stay and take others in.
+    searched_blocks: blocks that stay with an entry above the line, where something is compared; searched_keys: their
+    filled entries.
     """
 
     kept_tokens: int

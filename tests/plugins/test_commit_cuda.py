@@ -19,17 +19,7 @@ from plugins.kernel import Kernel
 from plugins.layout import BlockLayout, Element, PageLayout
 from plugins.native_build import find_compiler
 from tests.plugins.commit_cases import CommitCase, make_state, plan_publish
-from tests.plugins.commit_cuda_cases import (
-    BF16,
-    FP16,
-    GEOMETRIES,
-    Commit,
-    check,
-    draw,
-    emulated,
-    plan,
-    run,
-)
+from tests.plugins.commit_cuda_cases import BF16, FP16, GEOMETRIES, Commit, check, draw, emulated, plan, run, traffic
 from tests.plugins.emulated_sanitized import run_sanitized_emulation
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="the emulation needs a C++ compiler")
