@@ -1,0 +1,253 @@
+"""`python -m perf.train_gate`: learns the scorer of gated R-KV from a model's own attention, on a CPU, in minutes.
+
+Conversations are held with nothing compressed while attention is recorded and spans are re-read, as under commitkv. A
+token's label in a (layer, KV head) says whether commitkv's line would keep it there: whether its largest recorded
+weight is among the best `--keep` of all. One logistic regression for each (layer, KV head) then learns to tell that
+from key, value and position alone. Every fifth run of 64 tokens is held out and judged, not learned from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from perf.serve import DEFAULT_ENGINE
+from perf.workload import CONVERSATIONS, Conversation, load_conversation
+from plugins.commit.gate import POSITION_UNIT, GateWeights, gate_logits
+from plugins.commit.line import staged_kv, staged_scores
+from plugins.memory import KvMemory
+from runtime import manifest as manifests
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.errors import CommitKVError, ConfigError
+from runtime.gates import GATES_DIR
+from runtime.kv_manager import KvManager
+from runtime.kv_state import ConversationKv
+from runtime.paged_executor import PagedExecutor
+from runtime.policy.base import Policy, Schedule
+from runtime.policy.check import base_name
+from runtime.policy.registry import ALL_POLICIES
+from runtime.request import ErrorEvent, Request, SamplingParams
+from runtime.wiring import load_parts
+
+TRACE = Policy(
+    name="trace",
+    score="both",
+    schedule=Schedule(min_tokens=256, on_idle=False, every_steps=0, at_watermark=False),
+)
+"""Stages and re-reads as commitkv does and never commits, so that every token's score can be read."""
+HOLDOUT_RUN, HOLDOUT_EVERY = 64, 5
+THRESHOLDS = (0.4, 0.7)
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """Tokens of one conversation that have left the recent window.
+
+    kv [rows, n, 2, D] fp16; positions [n] int64; scores [rows, n] fp32: largest weight recorded.
+    """
+
+    kv: torch.Tensor
+    positions: torch.Tensor
+    scores: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Samples:
+    """Tokens of all traces together.   labels [rows, n] bool; held_out [n] bool."""
+
+    kv: torch.Tensor
+    positions: torch.Tensor
+    labels: torch.Tensor
+    held_out: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """On held-out tokens.   auc: mean over rows; kept, recall: share of all entries, and of those worth keeping, that
+    lie above each of THRESHOLDS."""
+
+    auc: float
+    kept: tuple[float, ...]
+    recall: tuple[float, ...]
+
+
+class Tracer:
+    """An engine that holds conversations under TRACE and reads what its arenas recorded."""
+
+    def __init__(self, engine_dir: Path, kv_mib: int) -> None:
+        parts = load_parts(engine_dir, RuntimeConfig(kv_memory_bytes=kv_mib << 20))
+        assert isinstance(parts.executor, PagedExecutor)
+        ALL_POLICIES[TRACE.name] = TRACE  # of this process, so that a request can name it
+        self.spec = parts.spec
+        self._max_tokens = parts.limits.max_seq_len
+        self._engine, self._manager = Engine(parts), parts.manager
+        self._memory: KvMemory = parts.executor._memory_of("")
+
+    def trace(self, conversation: Conversation, max_tokens: int) -> Trace:
+        """Holds the conversation with answers of `max_tokens`, as far as the engine's length allows."""
+        system = conversation.system
+        for i, turn in enumerate(conversation.turns):
+            sampling = SamplingParams(max_tokens=min(turn.max_tokens, max_tokens))
+            self._turn(Request(f"turn-{i}", turn.text, sampling, "c", system_prompt=system, policy=TRACE.name))
+            system = None
+            if self._engine.kv_stats("c").active + self._engine.kv_stats("c").staged > 0.8 * self._max_tokens:
+                break
+        handle = self._engine._by_id["c"].handle
+        trace = self._read(self._manager[handle], self._manager)
+        self._engine.end_conversation("c")
+        self._rest()
+        return trace
+
+    def _read(self, kv: ConversationKv, manager: KvManager) -> Trace:
+        slots: list[int] = []
+        positions: list[int] = []
+        for page in kv.staged_pages():
+            for offset, position in enumerate(page.positions):
+                if not kv.is_protected(position):
+                    slots.append(page.page_id * manager.page_tokens + offset)
+                    positions.append(position)
+        where = torch.tensor(slots, dtype=torch.int64)
+        kv_tokens = staged_kv(self._memory, where).half()
+        return Trace(kv_tokens, torch.tensor(positions), staged_scores(self._memory, where))
+
+    def _turn(self, request: Request) -> None:
+        self._engine.submit(request)
+        self._rest()
+
+    def _rest(self) -> None:
+        worked = True
+        while worked:
+            events, worked = self._engine.step()
+            for event in events:
+                if isinstance(event, ErrorEvent):
+                    raise event.error
+
+
+def make_samples(traces: list[Trace], keep: float) -> Samples:
+    """Labels each conversation by a line of its own over all rows, as a commit would."""
+    labels = []
+    for trace in traces:
+        count = max(1, round(keep * trace.scores.numel()))
+        labels.append(trace.scores >= trace.scores.flatten().topk(count).values[-1])
+    positions = torch.cat([trace.positions for trace in traces])
+    held_out = (torch.arange(positions.shape[0]) // HOLDOUT_RUN) % HOLDOUT_EVERY == HOLDOUT_EVERY - 1
+    return Samples(torch.cat([t.kv for t in traces], dim=1), positions, torch.cat(labels, dim=1), held_out)
+
+
+def train(samples: Samples, steps: int, decay: float) -> GateWeights:
+    """Logistic regressions of all rows at once, full batch, on standardized features; the scaling goes into W and b."""
+    learn = ~samples.held_out
+    rows, count = samples.labels.shape[0], int(learn.sum())
+    pos = (samples.positions[learn].float() / POSITION_UNIT).expand(rows, count)[..., None]
+    features = torch.cat((samples.kv[:, learn].float().reshape(rows, count, -1), pos), dim=2)
+    mean, spread = features.mean(dim=1, keepdim=True), features.std(dim=1, keepdim=True).clamp(min=1e-3)
+    features.sub_(mean).div_(spread)
+    labels = samples.labels[:, learn].float()
+    rate = labels.mean(dim=1).clamp(1e-3, 1 - 1e-3)
+    weight = torch.zeros(rows, features.shape[2], 1, requires_grad=True)
+    bias = (rate / (1 - rate)).log().clone().requires_grad_()
+    optimizer = torch.optim.Adam([weight, bias], lr=0.02)
+    for _ in tqdm(range(steps), unit="step", file=sys.stdout):
+        optimizer.zero_grad()
+        logits = torch.bmm(features, weight)[..., 0] + bias[:, None]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(dim=1).sum()
+        (loss + decay * weight.square().sum()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    with torch.no_grad():
+        scaled = weight[..., 0] / spread[:, 0]
+        return GateWeights(scaled.contiguous(), bias - (scaled * mean[:, 0]).sum(dim=1))
+
+
+def judge(samples: Samples, weights: GateWeights) -> Judgement:
+    """How well held-out tokens are told apart."""
+    held = samples.held_out
+    p = gate_logits(samples.kv[:, held], samples.positions[held], weights).sigmoid()
+    labels = samples.labels[:, held]
+    aucs = [_auc(p[row], labels[row]) for row in range(p.shape[0]) if 0 < int(labels[row].sum()) < labels.shape[1]]
+    kept = tuple((p > threshold).float().mean().item() for threshold in THRESHOLDS)
+    recall = tuple((p > threshold)[labels].float().mean().item() for threshold in THRESHOLDS)
+    return Judgement(sum(aucs) / max(1, len(aucs)), kept, recall)
+
+
+def _auc(p: torch.Tensor, labels: torch.Tensor) -> float:
+    """Probability that a token worth keeping scores above one that is not."""
+    ranks = p.argsort().argsort().double() + 1
+    good = int(labels.sum())
+    bad = labels.shape[0] - good
+    return (ranks[labels].sum().item() - good * (good + 1) / 2) / (good * bad)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m perf.train_gate", description="Trains the scorer of gated R-KV.")
+    add = parser.add_argument
+    add("--engine", type=Path, default=DEFAULT_ENGINE, help="engine directory (%(default)s)")
+    add("--data", type=Path, nargs="+", default=sorted(CONVERSATIONS.glob("*.jsonl")), help="conversations as JSONL "
+        "(default: the shipped ones)")  # fmt: skip
+    add("--keep", type=float, default=0.35, help="share of all entries labelled as worth keeping (%(default)s)")
+    add("--max-tokens", type=int, default=16, help="tokens of an answer (%(default)s)")
+    add("--steps", type=int, default=300, help="optimizer steps (%(default)s)")
+    add("--decay", type=float, default=3e-4, help="weight decay (%(default)s)")
+    add("--kv-mib", type=int, default=1024, help="KV memory in MiB (%(default)s)")
+    add("--output", type=Path, help=f"file to write (default: {GATES_DIR.name}/<model>.safetensors)")
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    """Raises CommitKVError."""
+    for name, good, expected in (
+        ("keep", 0 < args.keep < 1, "a share between 0 and 1"),
+        ("max-tokens", args.max_tokens >= 0, "0 or more"),
+        ("steps", args.steps >= 1, "at least 1"),
+        ("decay", args.decay >= 0, "0 or more"),
+        ("kv-mib", args.kv_mib >= 1, "at least 1"),
+    ):
+        if not good:
+            raise ConfigError(f"--{name}: got {getattr(args, name.replace('-', '_'))}, expected {expected}")
+    started = time.monotonic()
+    conversations = [load_conversation(path) for path in args.data]
+    tracer = Tracer(args.engine, args.kv_mib)
+    model = base_name(manifests.load(args.engine, verify=False).model.name)
+    traces = [tracer.trace(c, args.max_tokens) for c in tqdm(conversations, unit="conversation", file=sys.stdout)]
+    samples = make_samples(traces, args.keep)
+    traced = time.monotonic()
+    weights = train(samples, args.steps, args.decay)
+    found = judge(samples, weights)
+    spec, path = tracer.spec, args.output or GATES_DIR / f"{model}.safetensors"
+    facts = {
+        "model": model,
+        "layers": str(spec.num_layers),
+        "kv_heads": str(spec.num_kv_heads),
+        "head_dim": str(spec.head_dim),
+        "tokens": str(samples.positions.shape[0]),
+        "held_out_auc": f"{found.auc:.3f}",
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({"weight": weights.weight, "bias": weights.bias}, path, metadata=facts)
+    for threshold, kept, recall in zip(THRESHOLDS, found.kept, found.recall, strict=True):
+        print(f"p > {threshold}: keeps {kept:.3f} of the held-out entries, {recall:.3f} of those worth keeping")
+    print(
+        f"{samples.positions.shape[0]} tokens of {len(traces)} conversations, held-out AUC {found.auc:.3f}; "
+        f"traces {traced - started:.0f} s, training {time.monotonic() - traced:.0f} s; written: {path}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        run(args)
+    except CommitKVError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
