@@ -14,6 +14,8 @@ import re
 import subprocess
 import sysconfig
 import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,13 @@ def compile_cubin(kernel: Kernel, sm: str, extra_options: tuple[str, ...] = (), 
         file.write(cubin)
     os.replace(file.name, path)  # readers see no file or the whole file
     return cubin
+
+
+def compile_all(kernels: Iterable[Kernel], sm: str, num_threads: int = 2) -> dict[Kernel, bytes]:
+    """Cubins of several kernels, compiled at the same time. Raises as `compile_cubin`."""
+    wanted = tuple(dict.fromkeys(kernels))
+    with ThreadPoolExecutor(max_workers=num_threads) as pool:  # NVRTC works outside Python's lock
+        return dict(zip(wanted, pool.map(lambda kernel: compile_cubin(kernel, sm), wanted), strict=True))
 
 
 def resource_usage(cubin: bytes) -> tuple[Resources, ...]:

@@ -1,8 +1,8 @@
 """Launches kernels on an NVIDIA GPU through the driver's own interface (package cuda-python).
 
-A kernel's cubin is loaded once and its entries are kept. After `warm`, a launch allocates nothing, waits for nothing and
-loads nothing, so it can be captured in a CUDA graph. Memory and streams are torch's or TensorRT's: the runner works in the
-device's primary context, which both use.
+A kernel's cubin is loaded once and its entries are kept. After `warm`, a launch allocates nothing, waits for nothing
+and loads nothing, so it can be captured in a CUDA graph. Memory and streams are torch's or TensorRT's: the runner works
+in the device's primary context, which both use.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class CudaRunner:
     ) -> None:
         """Launches on `stream` (a CUstream handle; None: torch's current stream) and does not wait.
 
-        Raises LaunchError for what the GPU would refuse or misread, CompileError, and DriverError, which may also be that
-        of an earlier launch.
+        Raises LaunchError for what the GPU would refuse or misread, CompileError, and DriverError, which may also be
+        that of an earlier launch.
         """
         self._use_context()
         found = self._entries.get((kernel, entry))
@@ -148,8 +148,8 @@ class CudaRunner:
     ) -> None:
         if ctypes.sizeof(params) != found.params_bytes:
             raise LaunchError(
-                f"{kernel.label} {entry}: {type(params).__name__} has {ctypes.sizeof(params)} bytes, the kernel's Params "
-                f"{found.params_bytes}; the fields must be the same in the same order"
+                f"{kernel.label} {entry}: {type(params).__name__} has {ctypes.sizeof(params)} bytes, the kernel's "
+                f"Params {found.params_bytes}; the fields must be the same in the same order"
             )
         if launch.threads > found.max_threads:
             raise LaunchError(
