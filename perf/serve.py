@@ -10,6 +10,7 @@ from pathlib import Path
 
 from perf.server import REPO_ROOT, ServerOptions, TritonServer
 from runtime.errors import CommitKVError, ConfigError
+from runtime.policy.policy_file import is_policy_file
 
 DEFAULT_ENGINE = REPO_ROOT / "engines" / "smollm2-135m"
 DEFAULT_KV_MIB = 1024
@@ -41,14 +42,14 @@ def server_options(
         "num_threads": str(threads),
     }
     if policy:
-        parameters["default_policy"] = policy
+        parameters["default_policy"] = str(Path(policy).resolve()) if is_policy_file(policy) else policy
     return ServerOptions(parameters=parameters, log_path=log_path)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m perf.serve", description=__doc__)
     add_engine_arguments(parser)
-    parser.add_argument("--policy", help="policy of conversations that name none (the engine's own)")
+    parser.add_argument("--policy", help="policy of conversations that name none, or a policy file (the engine's own)")
     parser.add_argument("--trace", type=Path, help="new file for a record of every commit, see perf.trace (none)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="0: any free one (%(default)s)")

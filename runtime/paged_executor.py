@@ -78,7 +78,11 @@ class PagedExecutor(ABC):
         commit_forms: CommitForms,
         staging: TableStaging | None = None,
     ) -> None:
-        """staging: what the forms for a device were made with; None for forms that read host tables."""
+        """staging: what the forms for a device were made with; None for forms that read host tables.
+
+        steer: given the logits [n, vocab] fp32 that a step samples from, it may put others in their place; for
+        evaluation, which forces texts.
+        """
         self._limits, self._storage, self._commit_forms = limits, storage, commit_forms
         self._staging = staging
         self._checks = TableChecks(TableBounds.of(spec, limits, storage.num_pages), storage)
@@ -87,6 +91,7 @@ class PagedExecutor(ABC):
         self._decided: tuple[LinePlan, Decision] | None = None
         self._gates: dict[str, GateWeights] = {}  # by file
         self.watcher: CommitWatcher | None = None
+        self.steer: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @abstractmethod
     def _forward(
@@ -113,6 +118,8 @@ class PagedExecutor(ABC):
         assert logits is not None, "a step cannot be interrupted"
         if not sampled:
             return StepResult()
+        if self.steer is not None:
+            logits = self.steer(logits)
         tokens = sample(logits, [spec for _, spec in sampled])
         return StepResult(
             tuple(SampledToken(handle, *token) for (handle, _), token in zip(sampled, tokens, strict=True))

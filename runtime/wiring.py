@@ -26,6 +26,7 @@ from runtime.kv_manager import KvManager
 from runtime.kv_storage import ArenaPlace, KvStorage
 from runtime.manifest import Manifest
 from runtime.paged_executor import PagedExecutor
+from runtime.policy.policy_file import POLICY_FILE, is_policy_file, load_policy
 from runtime.policy.registry import get_policy
 from runtime.step import Executor
 from runtime.text import EngineTokenizer
@@ -48,6 +49,8 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
     """What `load_engine` makes an engine of; evaluation also talks to the executor itself."""
     manifest = manifests.load(engine_dir, target=None if config.device == "cuda" else "cpu", verify=verify)
     spec, limits = manifest.model, manifest.limits
+    if manifest.has_file(POLICY_FILE):
+        load_policy(engine_dir / POLICY_FILE, spec)
     get_policy(limits.policy)  # refused at start, not at the first turn
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     manager = KvManager(spec, limits, config.kv_memory_bytes)
@@ -111,6 +114,16 @@ def _gpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager) -> E
 
 
 _EXECUTORS = {"cpu": _cpu_executor, "cuda": _gpu_executor}
+
+
+def resolve_policy(text: str, engine_dir: Path) -> str:
+    """The name of a policy, given as that or as a policy file for the engine's model, which is read.
+
+    Raises UnknownPolicyError, ConfigError or ManifestError.
+    """
+    if not is_policy_file(text):
+        return get_policy(text).name
+    return load_policy(Path(text), manifests.load(engine_dir, verify=False).model).name
 
 
 def load_tokenizer(engine_dir: Path, manifest: Manifest) -> EngineTokenizer:

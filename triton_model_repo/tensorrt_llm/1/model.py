@@ -16,10 +16,9 @@ sys.path.insert(0, str(REPO_ROOT))
 from runtime.config import RuntimeConfig  # noqa: E402
 from runtime.errors import CommitKVError, ConfigError  # noqa: E402
 from runtime.loop import EngineLoop  # noqa: E402
-from runtime.policy.registry import get_policy  # noqa: E402
 from runtime.serving.contract import INPUTS, InputTensor  # noqa: E402
 from runtime.serving.turns import Turns  # noqa: E402
-from runtime.wiring import load_engine  # noqa: E402
+from runtime.wiring import load_engine, resolve_policy  # noqa: E402
 
 DTYPE_NAMES = {
     np.dtype(np.bool_): "BOOL",
@@ -44,9 +43,9 @@ class TritonPythonModel:
             self._grace_s = float(parameters.get("grace_s", "30"))
             engine_dir = _path(parameters.get("engine_dir")) or REPO_ROOT / "engines" / "smollm2-135m"
             default_policy = parameters.get("default_policy") or None
-            if default_policy:
-                get_policy(default_policy)  # refused at start, not at the first request
             engine = load_engine(engine_dir, _runtime_config(parameters))
+            if default_policy:
+                default_policy = resolve_policy(str(_path(default_policy)), engine_dir)
             log = pb_utils.Logger.log_warn
             self._turns = Turns(EngineLoop(engine), default_policy, log)
         except CommitKVError as error:
