@@ -1,0 +1,393 @@
+// `attend`: attention of query rows over active pages and committed blocks of their KV head.
+//
+//   q, out [rows, kv_heads * group, D] Half, lse [rows, kv_heads * group] fp32 (-inf where a row sees nothing)
+//   pages [num_pages, kv_heads, {K, V}, PAGE_TOKENS, D] Half, seen [num_pages, kv_heads, PAGE_TOKENS] fp16: one layer's
+//   blocks [num_blocks, BLOCK_BYTES] bytes, score [num_blocks, BLOCK_ENTRIES] fp16
+//   tables: plugins/attend/params.py; tiles [*, TILE_INTS] and block_tiles [grid + 1]: plugins/attend/tiles.py
+//   parts [tiles, QUERY_ROWS, D] fp32, part_sums [tiles, QUERY_ROWS, {max, sum}] fp32, logits fp32: workspace
+//
+// attend_tiles: block b of the launch works on tiles [block_tiles[b], block_tiles[b + 1]). A tile is a run of units (see
+//   kv_tiles.cuh) of one (sequence, KV head), and query rows: row m of its QUERY_ROWS is query head m % group of row
+//   m / group. The last warp copies units into a ring of stages, the others compute:
+//     QUERY_ROWS = 16 (decode): all four have the same 16 rows and take the units in turn, so that a block's scales are read
+//       by one warp, warps never wait for each other inside a tile, and four units are in work while the ring fills;
+//       their results are added up in shared memory at the end of the tile.
+//     QUERY_ROWS = 64 (chunks): each has 16 rows of its own, and all read every unit.
+//   Rows whose KV is one tile are finished here; the others leave (max, sum, weighted values) in the workspace.
+// attend_combine: merges the tiles of a row; for decode rows that record, turns the logits kept into weights with the final
+//   log-sum-exp and raises `seen` and `score`. Chunks record by `score` instead, in a second pass over some of their rows.
+//
+// Bandwidth. An H100 moves 3.35 TB/s / 132 = 25 bytes a ns and multiprocessor, an H200 36; with 1 us until a copy arrives
+// under load, 25 to 36 KB must be under way. A stage is about 8 KB, and MIN_BLOCKS blocks of 5 warps with all shared memory
+// as stages keep up to 190 KB a multiprocessor requested (tiles.py chooses their number), of which what the consumers hold
+// is at most 8 stages. 4-bit codes need about 1.8 instructions each: at 21 codes of K and 21 of V a clock (H200) that is half of
+// what a multiprocessor issues; fp16 pages need a twentieth of its tensor cores.
+//
+// Called by plugins/attend/cuda.py: the launches of one layer. The tile list and its block_tiles are read from memory, so a
+// captured graph replays with new tables.
+#include "attend_rows.cuh"
+
+namespace {
+
+struct AttendArgs {
+  KvArgs kv;
+  const Half *q;
+  Half *out;
+  float *lse;
+  Fp16 *seen, *score;
+  const uint8_t *record;
+  const int32_t *record_skip, *tiles, *block_tiles;
+  float *parts, *part_sums, *logits;
+  float scale;
+  int32_t num_stages, num_ranges;  // num_ranges: blocks that block_tiles was made for
+};
+
+constexpr bool SPLIT_UNITS = QUERY_ROWS == 16;
+constexpr int COMBINE_THREADS = 128;
+static_assert(QUERY_ROWS == 16 || QUERY_ROWS == 16 * NUM_CONSUMERS, "query rows of a tile");
+
+HW_DEVICE void consumers_sync() { named_sync(1, 32 * NUM_CONSUMERS); }
+
+// Index of row m of a tile in q, out (over HEAD_DIM) and lse.
+HW_DEVICE int64_t query_index(const AttendArgs &p, const Tile &t, int m) {
+  const int64_t row = t.first_row + m / p.kv.group;
+  return (row * p.kv.kv_heads + t.head) * p.kv.group + m % p.kv.group;
+}
+
+// Where the channels of tiles out[j .. j + RUN / 2) of a lane begin: a run of its list.
+HW_DEVICE int channel_of(int j) { return j / (V_RUN / 2) * 4 * V_RUN + lane() % 4 * V_RUN + j % (V_RUN / 2) * 2; }
+
+struct Consumer {
+  const AttendArgs &p;
+  Ring ring;
+  int fills;  // of the tiles before
+  QueryRows queries;
+
+  HW_DEVICE int first_row() const { return SPLIT_UNITS ? 0 : 16 * warp(); }
+
+  HW_DEVICE void tile(const Tile &t, int index) {
+    WarpRows rows;
+    rows.clear();
+    load_queries(t);
+    consumers_sync();
+    rows.first = first_row();
+    units(t, rows);
+    fills += t.num_units;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      rows.sum[i] += shuffle_xor(rows.sum[i], 1);
+      rows.sum[i] += shuffle_xor(rows.sum[i], 2);
+    }
+    if (SPLIT_UNITS) merge_warps(rows);
+    // Read again, which costs less than registers all through the loop.
+    if (!SPLIT_UNITS || warp() == NUM_CONSUMERS - 1) finish(load_tile(p.tiles, index), index, rows);
+  }
+
+ private:
+  HW_DEVICE void load_queries(const Tile &t) const {
+    constexpr int STEP = SPLIT_UNITS ? NUM_CONSUMERS : 1;
+    const int end_row = load(p.kv.row_starts + t.sequence + 1), skip = load(p.record_skip + t.sequence);
+    for (int n = 0; n < 16; n += STEP) {
+      const int m = n + (SPLIT_UNITS ? warp() : first_row()), row = t.first_row + m / p.kv.group;
+      const bool real = m < t.num_rows * p.kv.group;
+      queries.write(m, real ? p.q + query_index(p, t, m) * HEAD_DIM : nullptr, p.scale);
+      if (lane() != 0) continue;
+      RowLimits limits{real ? t.page_tokens - (end_row - 1 - row) : 0, -1};
+      if (t.logits >= 0 && real && load(p.record + row)) limits.recorded = max_of(limits.seen - skip, 0);
+      row_limits().store_as(2 * m, limits);
+    }
+  }
+
+  HW_DEVICE void units(const Tile &t, WarpRows &rows) const {
+    constexpr int STEP = SPLIT_UNITS ? NUM_CONSUMERS : 1;
+    const int num_pages = min_of(max_of(t.page_units - t.first_unit, 0), t.num_units);
+    int unit = SPLIT_UNITS ? warp() : 0;
+    FragmentA q[CHANNEL_STEPS];
+    if (unit < num_pages) QueryRows::read(queries.pages(), first_row(), q);
+    for (; unit < num_pages; unit += STEP) {
+      const int stage = ring.await(fills + unit);
+      page_unit(stage, q, logits_of(t, unit), t, rows);
+      ring.release(stage);
+    }
+    if (unit < t.num_units) QueryRows::read(QUANTIZED ? queries.codes() : queries.pages(), first_row(), q);
+    for (; unit < t.num_units; unit += STEP) {
+      const int stage = ring.await(fills + unit);
+      block_unit(stage, q, logits_of(t, unit), t, rows);
+      ring.release(stage);
+    }
+  }
+
+  // Of a unit of the tile: its columns of the logits kept, [query row][num_units * UNIT_KEYS], in 16 floats; -1 if none are.
+  HW_DEVICE static int logits_of(const Tile &t, int unit) {
+    return SPLIT_UNITS && t.logits >= 0 ? t.logits + unit * (UNIT_KEYS / STEP_KEYS) : -1;
+  }
+  HW_DEVICE float *logits_at(int logits, int key) const { return p.logits + static_cast<int64_t>(logits) * STEP_KEYS + key; }
+
+  HW_DEVICE void page_unit(int stage, const FragmentA (&q)[CHANNEL_STEPS], int logits, const Tile &t,
+                           WarpRows &rows) const {
+    const Shared<uint8_t> bytes = ring.stage(stage);
+    for (int first = 0; first < UNIT_PAGES * PAGE_TOKENS; first += STEP_KEYS) {
+      StepKeys keys;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const int page = (first + 8 * n) / PAGE_TOKENS, offset = (first + 8 * n) % PAGE_TOKENS;
+        const Header header = ring.header(stage, page);
+        keys.k_at[n] = page * PAGE_BYTES + offset * PAGE_ROW_BYTES;
+        keys.v_at[n] = keys.k_at[n] + PAGE_RUN_BYTES;
+        keys.filled[n] = header.filled - offset;
+        keys.position[n] = header.position + offset;
+      }
+      if (keys.filled[0] <= 0 && keys.filled[1] <= 0) continue;
+      FragmentC s[2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        uint32_t pairs[LIST_PAIRS];
+        page_keys(bytes, keys.k_at[n], keys.filled[n], pairs);
+        s[n] = FragmentC{{0.0f, 0.0f, 0.0f, 0.0f}};
+        dot<false>(s[n], q, pairs);
+        const int seen[2] = {rows.limits(0).seen - keys.position[n], rows.limits(1).seen - keys.position[n]};
+        rows.mask(s[n], keys.filled[n], seen, {0.0f, 0.0f});
+        if (logits >= 0 && keys.filled[n] > 0) {
+          rows.keep(logits_at(logits, first + 8 * n), t.num_units * UNIT_KEYS, s[n], keys.position[n]);
+        }
+      }
+      add_page_values(rows, rows.weigh<false>(s), bytes, keys);
+    }
+  }
+
+  HW_DEVICE void block_unit(int stage, const FragmentA (&q)[CHANNEL_STEPS], int logits, const Tile &t,
+                            WarpRows &rows) const {
+    const Shared<uint8_t> bytes = ring.stage(stage);
+    const int len = ring.header(stage, 0).filled;
+    if (len == 0) return;
+    // q . minimum is the same for all keys of a block: where their products begin. That spares a register a channel pair.
+    ChannelField scale, none;
+    scale.read(bytes, K_SCALE);
+    FragmentC from{{0.0f, 0.0f, 0.0f, 0.0f}};
+    if constexpr (QUANTIZED) {
+      ChannelField minimum;
+      minimum.read(bytes, K_MIN);
+      dot<true>(from, q, minimum.pairs);
+#pragma unroll
+      for (int j = 0; j < LIST_PAIRS; ++j) none.pairs[j] = 0x80008000;  // -0: adds nothing
+    }
+    const int all[2] = {ALL_KEYS, ALL_KEYS};
+    for (int first = 0; first < len; first += STEP_KEYS) {
+      const int filled[2] = {len - first, len - first - 8};
+      FragmentC s[2];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        uint32_t pairs[LIST_PAIRS];
+        block_keys(bytes, first + 8 * n, filled[n], scale, none, pairs);
+        s[n] = FragmentC{{from.r[0], from.r[0], from.r[2], from.r[2]}};
+        dot<QUANTIZED != 0>(s[n], q, pairs);
+        const Vec<float, 2> bias = filled[n] > 0 ? block_bias(bytes, first + 8 * n) : Vec<float, 2>{0.0f, 0.0f};
+        rows.mask(s[n], filled[n], all, bias);
+        if (logits >= 0 && filled[n] > 0) {
+          rows.keep(logits_at(logits, first + 8 * n), t.num_units * UNIT_KEYS, s[n], BEFORE_LIMITS);
+        }
+      }
+      if constexpr (QUANTIZED) {
+        add_code_values(rows, rows.weigh<true>(s), bytes, first, filled);
+      } else {
+        const int v_at = V_CODES + first * PAGE_ROW_BYTES;
+        const StepKeys keys{{0, 0}, {v_at, v_at + 8 * PAGE_ROW_BYTES}, {filled[0], filled[1]}, {0, 0}};
+        add_page_values(rows, rows.weigh<false>(s), bytes, keys);
+      }
+    }
+  }
+
+  // Adds the four warps' results up, in turn, in the last one. [values][lane] keeps banks apart.
+  HW_DEVICE void merge_warps(WarpRows &rows) const {
+    const Shared<float> sums = shared<float>(MERGE_SUMS_AT, NUM_CONSUMERS * 16 * 2);
+    const Shared<float> values = shared<float>(MERGE_AT, HEAD_DIM / 2 * 32);
+    const int g = lane() / 4;
+    if (lane() % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        sums.store_as(2 * (16 * warp() + g + 8 * i), Vec<float, 2>{rows.top[i], rows.sum[i]});
+      }
+    }
+    consumers_sync();
+    float shrink[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float top = LOWEST, sum = 0.0f;
+      Vec<float, 2> parts[NUM_CONSUMERS];
+#pragma unroll
+      for (int w = 0; w < NUM_CONSUMERS; ++w) {
+        parts[w] = sums.load_as<Vec<float, 2>>(2 * (16 * w + g + 8 * i));
+        top = max_of(top, parts[w][0]);
+      }
+#pragma unroll
+      for (int w = 0; w < NUM_CONSUMERS; ++w) sum += parts[w][1] * fast_exp2(parts[w][0] - top);
+      shrink[i] = fast_exp2(rows.top[i] - top);
+      rows.top[i] = top, rows.sum[i] = sum;
+    }
+    rows.scale_out(shrink);
+    for (int w = 0; w < NUM_CONSUMERS; ++w) {
+      if (warp() == w) {
+#pragma unroll
+        for (int n = 0; n < HEAD_DIM / 2; ++n) {
+          float &mine = rows.out[n / 4].r[n % 4];
+          if (w > 0) mine += values.load(32 * n + lane());
+          if (w < NUM_CONSUMERS - 1) values.store(32 * n + lane(), mine);
+        }
+      }
+      if (w < NUM_CONSUMERS - 1) consumers_sync();
+    }
+  }
+
+  // Writes the finished rows, or this tile's part of them.
+  HW_DEVICE void finish(const Tile &t, int index, const WarpRows &rows) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int m = first_row() + lane() / 4 + 8 * i;
+      if (m >= t.num_rows * p.kv.group) continue;
+      const int64_t part = static_cast<int64_t>(index) * QUERY_ROWS + m;
+      if (t.num_splits > 1) {
+        if (lane() % 4 == 0) {
+          store(reinterpret_cast<Vec<float, 2> *>(p.part_sums) + part, Vec<float, 2>{rows.top[i], rows.sum[i]});
+        }
+        write_part(rows, i, p.parts + part * HEAD_DIM);
+      } else {
+        const int64_t at = query_index(p, t, m);
+        const float sum = rows.sum[i];
+        if (lane() % 4 == 0) store(p.lse + at, sum > 0.0f ? (rows.top[i] + fast_log2(sum)) * LN2 : -infinity());
+        write_out(rows, i, sum > 0.0f ? 1.0f / sum : 0.0f, p.out + at * HEAD_DIM);
+      }
+    }
+  }
+
+  HW_DEVICE static void write_part(const WarpRows &rows, int i, float *to) {
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 8; j += 2) {
+      const Vec<float, 4> x{rows.out[j].r[2 * i], rows.out[j].r[2 * i + 1], rows.out[j + 1].r[2 * i], rows.out[j + 1].r[2 * i + 1]};
+      store(reinterpret_cast<Vec<float, 4> *>(to + channel_of(j)), x);
+    }
+  }
+
+  HW_DEVICE static void write_out(const WarpRows &rows, int i, float scale, Half *to) {
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 8; j += 4) {
+      Vec<uint32_t, 4> x;
+#pragma unroll
+      for (int n = 0; n < 4; ++n) x[n] = pack2(rows.out[j + n].r[2 * i] * scale, rows.out[j + n].r[2 * i + 1] * scale);
+      store(reinterpret_cast<Vec<uint32_t, 4> *>(to + channel_of(j)), x);
+    }
+  }
+};
+
+// ---- combine
+
+// Merges row m of a tile's group: log2 of the sum of exponentials, over all its tiles. One warp.
+HW_DEVICE float merged_lse(const AttendArgs &p, const Tile &t, int m) {
+  const Vec<float, 2> *sums = reinterpret_cast<const Vec<float, 2> *>(p.part_sums);
+  float top = LOWEST, sum = 0.0f;
+  for (int n = lane(); n < t.num_splits; n += 32) {
+    const Vec<float, 2> part = load(sums + static_cast<int64_t>(t.first_split + n) * QUERY_ROWS + m);
+    const float new_top = max_of(top, part[0]);
+    sum = sum * fast_exp2(top - new_top) + part[1] * fast_exp2(part[0] - new_top);
+    top = new_top;
+  }
+#pragma unroll
+  for (int n = 1; n < 32; n *= 2) {
+    const float other_top = shuffle_xor(top, n), other_sum = shuffle_xor(sum, n), new_top = max_of(top, other_top);
+    sum = sum * fast_exp2(top - new_top) + other_sum * fast_exp2(other_top - new_top);
+    top = new_top;
+  }
+  return sum > 0.0f ? top + fast_log2(sum) : -infinity();
+}
+
+// Adds the parts of row m up and writes out and lse. One warp; a lane has HEAD_DIM / 32 channels.
+HW_DEVICE void merge_row(const AttendArgs &p, const Tile &t, int m, float lse) {
+  constexpr int CHANNELS = HEAD_DIM / 32;
+  using Channels = Vec<float, CHANNELS>;
+  float sum[CHANNELS] = {};
+  for (int n = 0; lse > LOWEST && n < t.num_splits; ++n) {
+    const int64_t part = static_cast<int64_t>(t.first_split + n) * QUERY_ROWS + m;
+    const float weight = fast_exp2(load(p.part_sums + 2 * part) - lse);
+    const Channels x = load(reinterpret_cast<const Channels *>(p.parts + part * HEAD_DIM) + lane());
+#pragma unroll
+    for (int c = 0; c < CHANNELS; ++c) sum[c] += weight * x[c];
+  }
+  Vec<uint32_t, CHANNELS / 2> packed;
+#pragma unroll
+  for (int c = 0; c < CHANNELS / 2; ++c) packed[c] = pack2(sum[2 * c], sum[2 * c + 1]);
+  const int64_t at = query_index(p, t, m);
+  store(reinterpret_cast<Vec<uint32_t, CHANNELS / 2> *>(p.out + at * HEAD_DIM) + lane(), packed);
+  if (lane() == 0) store(p.lse + at, lse > LOWEST ? lse * LN2 : -infinity());
+}
+
+// Where the largest weight of key `key` of a unit goes; null if nothing lies there.
+HW_DEVICE Fp16 *place_of(const AttendArgs &p, const Tile &t, int unit, int key) {
+  if (unit < t.page_units) {
+    const int page = key / PAGE_TOKENS, offset = key % PAGE_TOKENS;
+    const int item = load(p.kv.page_starts + t.sequence) + unit * UNIT_PAGES + page;
+    if (page >= UNIT_PAGES || item >= load(p.kv.page_starts + t.sequence + 1)) return nullptr;
+    const int id = load(p.kv.page_ids + item);
+    if (id < 0 || offset >= load(p.kv.page_lens + item)) return nullptr;
+    return p.seen + (static_cast<int64_t>(id) * p.kv.kv_heads + t.head) * PAGE_TOKENS + offset;
+  }
+  const int item = load(p.kv.block_starts + t.sequence * p.kv.kv_heads + t.head) + unit - t.page_units;
+  const int id = load(p.kv.block_ids + item);
+  if (id < 0 || key >= load(p.kv.block_lens + item)) return nullptr;
+  return p.score + static_cast<int64_t>(id) * BLOCK_ENTRIES + key;
+}
+
+// Raises `seen` and `score` of the tile's keys. lse: of its rows, in log2, +inf for rows that do not record or saw nothing.
+HW_DEVICE void record_tile(const AttendArgs &p, const Tile &t, Shared<float> lse) {
+  const int keys = t.num_units * UNIT_KEYS, rows = t.num_rows * p.kv.group;
+  const float *logits = p.logits + static_cast<int64_t>(t.logits) * STEP_KEYS;
+  for (int key = thread(); key < keys; key += num_threads()) {
+    Fp16 *place = place_of(p, t, t.first_unit + key / UNIT_KEYS, key % UNIT_KEYS);
+    if (place == nullptr) continue;
+    float most = -infinity();
+    for (int m = 0; m < rows; ++m) {
+      const float above = lse.load(m);
+      if (above < infinity()) most = max_of(most, load(logits + static_cast<int64_t>(m) * keys + key) - above);
+    }
+    const float weight = fast_exp2(most);
+    if (weight > 0.0f) atomic_max(place, weight);
+  }
+}
+
+}  // namespace
+
+HW_KERNEL(attend_tiles, AttendArgs, KV_THREADS, MIN_BLOCKS) {
+  const Ring ring{p.num_stages};
+  ring.init(SPLIT_UNITS ? 1 : NUM_CONSUMERS);
+  const int first = load(p.block_tiles + block()), end = load(p.block_tiles + block() + 1);
+  if (warp() == NUM_CONSUMERS) {
+    Producer<true> producer{p.kv, ring, 0, 0};
+    for (int i = first; i < end; ++i) producer.tile(load_tile(p.tiles, i));
+  } else {
+    Consumer consumer{p, ring, 0, {QUERY_ROWS}};
+    for (int i = first; i < end; ++i) consumer.tile(load_tile(p.tiles, i), i);
+  }
+}
+
+// A block takes one tile after the other: its share of the rows of the tile's group, then the weights of its own keys.
+HW_KERNEL(attend_combine, AttendArgs, COMBINE_THREADS, 4) {
+  const Shared<float> row_lse = shared<float>(0, QUERY_ROWS);
+  const int num_tiles = load(p.block_tiles + p.num_ranges), warps = COMBINE_THREADS / 32;
+  for (int i = block(); i < num_tiles; i += num_blocks()) {
+    const Tile t = load_tile(p.tiles, i);
+    const int rows = t.num_rows * p.kv.group, split = i - t.first_split;
+    const bool records = SPLIT_UNITS && t.logits >= 0;
+    if (t.num_splits == 1 && !records) continue;
+    for (int m = warp(); m < rows; m += warps) {
+      const bool merges = t.num_splits > 1 && m % t.num_splits == split;
+      if (!merges && !records) continue;
+      const float lse = t.num_splits > 1 ? merged_lse(p, t, m) : load(p.lse + query_index(p, t, m)) * LOG2E;
+      if (merges) merge_row(p, t, m, lse);
+      if (!records) continue;
+      const bool recorded = lse > LOWEST && load(p.record + t.first_row + m / p.kv.group);
+      if (lane() == 0) row_lse.store(m, recorded ? lse : infinity());
+    }
+    if (!records) continue;
+    block_sync();
+    record_tile(p, t, row_lse);
+    block_sync();
+  }
+}
