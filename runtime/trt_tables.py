@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from plugins.attend.params import LayerBlocks, StepTables
+from plugins.attend.params import RECORD_SUM, LayerBlocks, StepTables
 from runtime.config import ModelSpec
 from runtime.engine_interface import EngineInterface
 from runtime.errors import ConfigError
@@ -87,6 +87,11 @@ class StepPacker:
                 raise ConfigError(
                     f"block format: got a conversation with {blocks.format} blocks, expected {self._format}, which the "
                     f"engine was built for; use a policy of that format or build another engine with --policy"
+                )
+            if RECORD_SUM in rows.record:
+                raise ConfigError(
+                    "score: got a policy that adds attention weights up (h2o), expected one that compares them, which "
+                    "is what this engine's plugin records; choose another policy, or run it on a torch engine"
                 )
 
     def _bucket(self, name: str, size: int) -> int:
