@@ -20,9 +20,18 @@
 
 namespace commit {
 
-// How many copies each barrier has seen: the next use of stage copies % 2, and the parity to wait for.
-struct Progress {
-  int stages, queries;
+// The ring of stages: copies started and copies taken so far, those of keys below the line apart.
+struct Ring {
+  int num_stages;
+  int copied = 0, taken = 0, slabs = 0;
+
+  // The stage that the next copies go to, and the one that has arrived when `wait` returns.
+  HW_DEVICE int fill() { return copied++ % num_stages; }
+  HW_DEVICE int wait(Barriers bars) {
+    const int stage = taken % num_stages;
+    barrier_wait(bars, stage, taken++ / num_stages % 2);
+    return stage;
+  }
 };
 
 // First old block at or behind b that stays and has an entry above the line; num_old: none. All lanes of all warps.
@@ -49,8 +58,8 @@ HW_DEVICE Tile next_tile(const Row &row, bool searches, const Tile &tile) {
 }
 
 // One tile that has arrived: searched by the slab, and written if it is a new block met for the first time.
-HW_DEVICE void work_on_tile(const Row &row, const KeyViews &v, const Slab &slab, const Tile &tile, int copies) {
-  const Shared<uint8_t> stage = v.stage(copies);
+HW_DEVICE void work_on_tile(const Row &row, const KeyViews &v, const Slab &slab, const Tile &tile, int from) {
+  const Shared<uint8_t> stage = v.stage(from);
   const bool writes = tile.is_new && slab.first == 0;
   if (slab.count > 0) open_tile(row, v, tile, stage);
   if (writes && QUANTIZED) take_range(row, v, tile, stage);
@@ -66,56 +75,66 @@ HW_DEVICE void work_on_tile(const Row &row, const KeyViews &v, const Slab &slab,
 }
 
 // One pass over all candidates for one slab of keys below the line (count 0: nothing to search, K is written only).
-HW_DEVICE void stream_tiles(const Row &row, const KeyViews &v, const Slab &slab, Progress &progress) {
+// `ahead` is the tile whose copies start next: num_stages - 1 before the one at work.
+HW_DEVICE void stream_tiles(const Row &row, const KeyViews &v, const Slab &slab, Ring &ring) {
   const bool searches = slab.count > 0;
-  Tile tile = row.num_new > 0 ? new_tile(row, 0) : first_tile(row, searches, 0);
+  Tile tile = row.num_new > 0 ? new_tile(row, 0) : first_tile(row, searches, 0), ahead = tile;
   copy_slab(row, v, slab);
-  if (tile.count > 0) copy_tile(row, v, tile, progress.stages);
-  barrier_wait(v.bars, QUERY_BARRIER, progress.queries++ % 2);
+  for (int i = 0; i < ring.num_stages - 1 && ahead.count > 0; ++i) {
+    copy_tile(row, v, ahead, ring.fill());
+    ahead = next_tile(row, searches, ahead);
+  }
+  barrier_wait(v.bars, QUERY_BARRIER, ring.slabs++ % 2);
   open_slab(row, v, slab);
   fence_async();  // later copies take the place of what was written here
   block_sync();
-  while (tile.count > 0) {
-    const Tile next = next_tile(row, searches, tile);
-    const int copies = progress.stages++;
-    if (next.count > 0) copy_tile(row, v, next, copies + 1);
-    barrier_wait(v.bars, copies % 2, copies / 2 % 2);
-    work_on_tile(row, v, slab, tile, copies);
-    tile = next;
+  for (; tile.count > 0; tile = next_tile(row, searches, tile)) {
+    if (ahead.count > 0) {
+      copy_tile(row, v, ahead, ring.fill());
+      ahead = next_tile(row, searches, ahead);
+    }
+    work_on_tile(row, v, slab, tile, ring.wait(v.bars));
   }
 }
 
-HW_DEVICE void work_on_keys(const Row &row, Progress &progress) {
+HW_DEVICE void work_on_keys(const Row &row, Ring &ring) {
   const KeyViews v(row.p);
-  if (row.p.absorb == 0 || row.below == 0) return stream_tiles(row, v, {0, 0, 0}, progress);
+  if (row.p.absorb == 0 || row.below == 0) return stream_tiles(row, v, {0, 0, 0}, ring);
   for (int first = 0; first < row.below;) {
     const Slab slab = next_slab(row, first);
-    stream_tiles(row, v, slab, progress);
+    stream_tiles(row, v, slab, ring);
     first += slab.count;
   }
 }
 
-HW_DEVICE void work_on_values(const Row &row, Progress &progress) {
-  const ValueViews v(row.p);
-  Chunk chunk = chunk_from(row, 0, 0);
-  if (chunk.count > 0) copy_chunk(row, v, chunk, progress.stages);
-  while (chunk.count > 0) {
-    const Chunk next = next_chunk(row, chunk);
-    const int copies = progress.stages++;
-    if (next.count > 0) copy_chunk(row, v, next, copies + 1);
-    barrier_wait(v.bars, copies % 2, copies / 2 % 2);
-    add_chunk(row, v, chunk, v.stage(copies));
-    const bool is_new = chunk.group < row.num_new;
-    if (chunk.last && !is_new) rewrite_group(row, v, chunk.group);
-    if (chunk.last && is_new) {
-      if (warp() == 0) bulk_store_wait();  // the image has left
-      block_sync();
-      encode_group(row, v, chunk.group);
-      fence_async();
-    }
+// One chunk that has arrived; the last of a group finishes it.
+HW_DEVICE void work_on_chunk(const Row &row, const ValueViews &v, const Chunk &chunk, int from) {
+  add_chunk(row, v, chunk, v.stage(from));
+  const bool is_new = chunk.group < row.num_new;
+  if (chunk.last && !is_new) rewrite_group(row, v, chunk.group);
+  if (chunk.last && is_new) {
+    if (warp() == 0) bulk_store_wait();  // the image has left
     block_sync();
-    if (chunk.last && is_new && warp() == 0) store_group(row, v, chunk.group);
-    chunk = next;
+    encode_group(row, v, chunk.group);
+    fence_async();
+  }
+  block_sync();
+  if (chunk.last && is_new && warp() == 0) store_group(row, v, chunk.group);
+}
+
+HW_DEVICE void work_on_values(const Row &row, Ring &ring) {
+  const ValueViews v(row.p);
+  Chunk chunk = chunk_from(row, 0, 0), ahead = chunk;
+  for (int i = 0; i < ring.num_stages - 1 && ahead.count > 0; ++i) {
+    copy_chunk(row, v, ahead, ring.fill());
+    ahead = next_chunk(row, ahead);
+  }
+  for (; chunk.count > 0; chunk = next_chunk(row, chunk)) {
+    if (ahead.count > 0) {
+      copy_chunk(row, v, ahead, ring.fill());
+      ahead = next_chunk(row, ahead);
+    }
+    work_on_chunk(row, v, chunk, ring.wait(v.bars));
   }
 }
 
@@ -125,7 +144,7 @@ HW_DEVICE void move_tokens(const Row &row) {
   constexpr int PIECES = HALF_ROW / 16;  // of K, then as many of V
   const CommitParams &p = row.p;
   Fp16 *seen = reinterpret_cast<Fp16 *>(load(p.layer_seen + row.index / p.kv_heads));
-  for (int i = warp(); i < p.num_moves; i += num_warps()) {
+  for (int i = warp(); i < p.num_moves; i += WARPS) {
     const int from = load(p.move_from + i), to = load(p.move_to + i);
     if (from < 0 || to < 0) continue;
     if (lane() < 2 * PIECES) {
@@ -142,22 +161,22 @@ HW_DEVICE void move_tokens(const Row &row) {
 
 }  // namespace commit
 
-HW_KERNEL(commit_rows, commit::CommitParams, 256, 1) {
+HW_KERNEL(commit_rows, commit::CommitParams, commit::THREADS, 2) {
   using namespace commit;
-  HW_CHECK(num_warps() <= MAX_WARPS && BLOCK_ENTRIES <= 32 * num_warps(), "commit: threads for the block's entries");
-  const Barriers bars = barriers(p.at_barriers, 3);
+  HW_CHECK(num_threads() == THREADS && p.num_stages <= MAX_STAGES, "commit: launched with other threads or stages");
+  const Barriers bars = barriers(p.at_barriers, BARRIERS);
   if (thread() == 0) {
-    for (int i = 0; i < 3; ++i) barrier_init(bars, i, COPY_ARRIVALS * num_warps());
+    for (int i = 0; i < BARRIERS; ++i) barrier_init(bars, i, COPY_ARRIVALS * WARPS);
     barrier_init_fence();
   }
   block_sync();
-  Progress progress = {0, 0};
+  Ring ring = {p.num_stages};
   for (int index = block(); index < p.num_rows; index += num_blocks()) {
     Row row = open_row(p, index);
     list_moving(row);
-    work_on_keys(row, progress);
+    work_on_keys(row, ring);
     list_members(row);
-    work_on_values(row, progress);
+    work_on_values(row, ring);
     move_tokens(row);
     block_sync();
   }

@@ -26,22 +26,20 @@ struct KeyViews {
   Shared<float> partials, squares, best, norms;
 
   HW_DEVICE explicit KeyViews(const CommitParams &p)
-      : bars(barriers(p.at_barriers, 3)),
-        stages(shared<uint8_t>(p.at_stages, 2 * STAGE_BYTES)),
+      : bars(barriers(p.at_barriers, BARRIERS)),
+        stages(shared<uint8_t>(p.at_stages, p.num_stages * STAGE_BYTES)),
         image(shared<uint8_t>(p.at_image, IMAGE_BYTES)),
         queries(shared<uint8_t>(p.at_queries, p.query_rows * HALF_ROW)),
         scales(shared<uint8_t>(p.at_scales, p.cached_blocks * SCALES_BYTES)),
         high(shared<Half>(p.at_work, BLOCK_ENTRIES * PADDED)),
         low(shared<Half>(p.at_work + BLOCK_ENTRIES * PADDED * 2, QUANTIZED ? BLOCK_ENTRIES * PADDED : 0)),
-        partials(shared<float>(p.at_partials, QUANTIZED ? MAX_WARPS * 2 * HEAD_DIM : 0)),
+        partials(shared<float>(p.at_partials, QUANTIZED ? WARPS * 2 * HEAD_DIM : 0)),
         squares(shared<float>(p.at_squares, BLOCK_ENTRIES)),
         best(shared<float>(p.at_best, p.query_rows)),
         norms(shared<float>(p.at_norms, p.query_rows)) {}
 
-  HW_DEVICE Shared<uint8_t> stage(int copies) const { return stages.at(copies % 2 * STAGE_BYTES, STAGE_BYTES); }
+  HW_DEVICE Shared<uint8_t> stage(int i) const { return stages.at(i * STAGE_BYTES, STAGE_BYTES); }
 };
-
-HW_DEVICE int rows_per_warp() { return (BLOCK_ENTRIES + num_warps() - 1) / num_warps(); }
 
 // ---- keys of dissolved blocks: codes by row, scales once per block
 
@@ -118,7 +116,7 @@ HW_DEVICE int low_row(const Row &row, const Slab &slab, int query) { return row.
 // Starts the copies of a slab's raw keys, and with the first slab those of scales. All warps.
 HW_DEVICE void copy_slab(const Row &row, const KeyViews &v, const Slab &slab) {
   int bytes = 0;
-  for (int first = warp() * 32; first < slab.count; first += num_warps() * 32) {
+  for (int first = warp() * 32; first < slab.count; first += WARPS * 32) {
     const int count = min_of(slab.count - first, 32), coded = min_of(max_of(slab.coded - first, 0), count);
     bytes += coded * K_ROW + (count - coded) * HALF_ROW;
   }
@@ -126,7 +124,7 @@ HW_DEVICE void copy_slab(const Row &row, const KeyViews &v, const Slab &slab) {
   if (with_scales) bytes += row.num_cached * SCALES_BYTES;
   copy_begin(v.bars, QUERY_BARRIER, bytes);
   if (with_scales) copy_scales(row, v);
-  for (int first = warp() * 32; first < slab.count; first += num_warps() * 32) {
+  for (int first = warp() * 32; first < slab.count; first += WARPS * 32) {
     const int count = min_of(slab.count - first, 32);
     RowCopy mine = {nullptr, 0};
     if (lane() < count) mine = key_copy(row, load(row.work.below + slab.first + first + lane()));
@@ -137,7 +135,7 @@ HW_DEVICE void copy_slab(const Row &row, const KeyViews &v, const Slab &slab) {
 
 // Once a slab has arrived: opens keys of dissolved blocks in place, takes norms, clears rows that fill up the last 16.
 HW_DEVICE void open_slab(const Row &row, const KeyViews &v, const Slab &slab) {
-  for (int q = warp(); q < (slab.count + 15) / 16 * 16; q += num_warps()) {
+  for (int q = warp(); q < (slab.count + 15) / 16 * 16; q += WARPS) {
     Channels key = zeros();
     if (q < slab.coded) {
       key = read_coded_key(row, v, load(row.work.below + slab.first + q), v.queries, q * HALF_ROW);
@@ -163,30 +161,29 @@ HW_DEVICE Tile new_tile(const Row &row, int index) {
   return {index, true, first, min_of(BLOCK_ENTRIES, row.kept - first)};
 }
 
-// Starts the copies of a tile's raw keys. All warps.
-HW_DEVICE void copy_tile(const Row &row, const KeyViews &v, const Tile &tile, int copies) {
-  const Shared<uint8_t> stage = v.stage(copies);
-  const int barrier = copies % 2;
+// Starts the copies of a tile's raw keys into a stage. All warps.
+HW_DEVICE void copy_tile(const Row &row, const KeyViews &v, const Tile &tile, int to) {
+  const Shared<uint8_t> stage = v.stage(to);
   if (!tile.is_new) {
     const int bytes = tile.count * K_ROW;
-    copy_begin(v.bars, barrier, warp() == 0 ? bytes + SCALES_BYTES : 0);
+    copy_begin(v.bars, to, warp() == 0 ? bytes + SCALES_BYTES : 0);
     if (warp() == 0) {
       const uint8_t *block = row.old_block(tile.index);
-      copy(v.bars, barrier, stage.at(0, bytes), block + K_CODES, bytes);
+      copy(v.bars, to, stage.at(0, bytes), block + K_CODES, bytes);
       if constexpr (QUANTIZED) {
-        copy(v.bars, barrier, stage.at(BLOCK_ENTRIES * K_ROW, SCALES_BYTES), block + K_SCALE, SCALES_BYTES);
+        copy(v.bars, to, stage.at(BLOCK_ENTRIES * K_ROW, SCALES_BYTES), block + K_SCALE, SCALES_BYTES);
       }
     }
-    copy_end(v.bars, barrier);
+    copy_end(v.bars, to);
     return;
   }
-  const int first = warp() * rows_per_warp(), count = min_of(max_of(tile.count - first, 0), rows_per_warp());
+  const int first = warp() * ROWS_OF_WARP, count = min_of(max_of(tile.count - first, 0), ROWS_OF_WARP);
   const int coded = min_of(max_of(row.kept_coded - tile.first - first, 0), count);
-  copy_begin(v.bars, barrier, coded * K_ROW + (count - coded) * HALF_ROW);
+  copy_begin(v.bars, to, coded * K_ROW + (count - coded) * HALF_ROW);
   RowCopy mine = {nullptr, 0};
   if (lane() < count) mine = key_copy(row, load(row.work.kept + tile.first + first + lane()));
-  copy_rows(v.bars, barrier, stage.at(first * HALF_ROW, count * HALF_ROW), mine, count);
-  copy_end(v.bars, barrier);
+  copy_rows(v.bars, to, stage.at(first * HALF_ROW, count * HALF_ROW), mine, count);
+  copy_end(v.bars, to);
 }
 
 // Key r of a tile that has arrived.
@@ -212,9 +209,9 @@ HW_DEVICE bool may_absorb(const Row &row, const Tile &tile, int r) {
 
 // Splits a tile's keys for the search and takes their squares; infinite: may not absorb.
 HW_DEVICE void open_tile(const Row &row, const KeyViews &v, const Tile &tile, Shared<uint8_t> stage) {
-  const int mine = warp() + lane() * num_warps();  // lane i asks for this warp's row i
+  const int mine = warp() + lane() * WARPS;  // lane i asks for this warp's row i
   const uint32_t allowed = hw::ballot(mine < tile.count && may_absorb(row, tile, mine));
-  for (int r = warp(), i = 0; r < (tile.count + 7) / 8 * 8; r += num_warps(), ++i) {
+  for (int r = warp(), i = 0; r < (tile.count + 7) / 8 * 8; r += WARPS, ++i) {
     const bool counts = (allowed >> i & 1u) != 0;
     const Channels key = counts ? tile_key(row, v, tile, stage, r) : zeros();
     write_values<Half>(v.high.cast<uint8_t>(), r * PADDED * 2, key);
@@ -229,7 +226,7 @@ HW_DEVICE void take_range(const Row &row, const KeyViews &v, const Tile &tile, S
   Channels low = zeros(), high = zeros();
 #pragma unroll
   for (int i = 0; i < CHANNELS; ++i) low.x[i] = infinity(), high.x[i] = -infinity();
-  for (int r = warp(); r < tile.count; r += num_warps()) {
+  for (int r = warp(); r < tile.count; r += WARPS) {
     const Channels key = tile_key(row, v, tile, stage, r);
 #pragma unroll
     for (int i = 0; i < CHANNELS; ++i) {
@@ -248,7 +245,7 @@ HW_DEVICE void key_scales(const KeyViews &v, Channels &scale, Channels &minimum)
 #pragma unroll
   for (int i = 0; i < CHANNELS; ++i) {
     float low = infinity(), high = -infinity();
-    for (int w = 0; w < num_warps(); ++w) {
+    for (int w = 0; w < WARPS; ++w) {
       low = min_of(low, v.partials.load(w * 2 * HEAD_DIM + channel(i)));
       high = max_of(high, v.partials.load((w * 2 + 1) * HEAD_DIM + channel(i)));
     }
@@ -267,7 +264,7 @@ HW_DEVICE void encode_keys(const Row &row, const KeyViews &v, const Tile &tile, 
       write_values<Fp16>(v.image, BLOCK_ENTRIES * K_ROW + 2 * HEAD_DIM, minimum);
     }
   }
-  for (int r = warp(); r < BLOCK_ENTRIES; r += num_warps()) {
+  for (int r = warp(); r < BLOCK_ENTRIES; r += WARPS) {
     Channels key = r < tile.count ? tile_key(row, v, tile, stage, r) : zeros();
     if constexpr (QUANTIZED) {
 #pragma unroll

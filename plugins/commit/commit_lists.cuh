@@ -29,12 +29,12 @@ HW_DEVICE Row open_row(const CommitParams &p, int index) {
 
 // Appends the sources of threads that keep theirs, or have it below, in thread order. All threads.
 HW_DEVICE void append_sources(Row &row, int source, bool keep, bool below) {
-  const Shared<int32_t> sums = shared<int32_t>(row.p.at_sums, MAX_WARPS);
+  const Shared<int32_t> sums = shared<int32_t>(row.p.at_sums, WARPS);
   const uint32_t kept_lanes = hw::ballot(keep), below_lanes = hw::ballot(below), before = (1u << lane()) - 1;
   if (lane() == 0) sums.store(warp(), count_bits(kept_lanes) | count_bits(below_lanes) << 16);
   block_sync();
   int kept = 0, others = 0;  // of all warps; of those before this one they are where this warp's begin
-  for (int w = 0; w < num_warps(); ++w) {
+  for (int w = 0; w < WARPS; ++w) {
     const int both = sums.load(w);
     if (w == warp()) {
       if (keep) store(row.work.kept + row.kept + kept + count_bits(kept_lanes & before), source);
@@ -57,21 +57,21 @@ HW_DEVICE void list_moving(Row &row) {
     if (!goes) continue;
     HW_CHECK(load(p.old_ids + row.first_old + b) < p.num_blocks, "commit: a block id outside the arena");
     const int filled = load(p.old_lens + row.first_old + b);
-    for (int first = 0; first < filled; first += num_threads()) {
+    for (int first = 0; first < filled; first += THREADS) {
       const int e = first + thread();
       const bool keep = e < filled && row.is_alive(b, e);
       append_sources(row, source_of(b, e), keep, e < filled && !keep);
     }
   }
   row.kept_coded = QUANTIZED ? row.kept : 0, row.below_coded = QUANTIZED ? row.below : 0;
-  for (int first = 0; first < p.num_staged; first += num_threads()) {
+  for (int first = 0; first < p.num_staged; first += THREADS) {
     const int i = first + thread();
     const bool is_token = i < p.num_staged && load(p.staged + i) >= 0;
     const bool keep = is_token && load(p.staged_keep + static_cast<int64_t>(row.index) * p.num_staged + i) != 0;
     append_sources(row, i, keep, is_token && !keep);
   }
   HW_CHECK(row.kept + row.below <= p.max_moving, "commit: more moving entries than the workspace has room for");
-  for (int i = thread(); i < row.below; i += num_threads()) store(row.work.nearest + i, -1);
+  for (int i = thread(); i < (row.below + 3) / 4 * 4; i += THREADS) store(row.work.nearest + i, -1);
   block_sync();
 }
 
@@ -79,26 +79,38 @@ HW_DEVICE void list_moving(Row &row) {
 
 HW_DEVICE int num_candidates(const Row &row) { return row.kept + row.num_old * BLOCK_ENTRIES; }
 
+// Calls take(i, c) for the entries i below the line, in order, whose candidate c is one of this thread's: those with
+// c % THREADS = thread(). Every thread looks at all of them, which needs no atomics and keeps their order.
+template <typename Take>
+HW_DEVICE void for_absorbed(const Row &row, const Take &take) {
+  const Vec<int32_t, 4> *nearest = reinterpret_cast<const Vec<int32_t, 4> *>(row.work.nearest);
+  for (int i = 0; i < row.below; i += 4) {
+    const Vec<int32_t, 4> four = load(nearest + i / 4);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (four[j] % THREADS == thread() && four[j] >= 0) take(i + j, four[j]);
+    }
+  }
+}
+
 // work.cursor[c] = number of members of candidate c. A kept entry is its own first member; an entry of a block that
 // stays has members only if it absorbs. Thread t counts for candidates c with c % num_threads = t.
 HW_DEVICE void count_members(const Row &row, bool absorbs) {
   int32_t *count = row.work.cursor;
-  for (int c = thread(); c < num_candidates(row); c += num_threads()) store(count + c, c < row.kept ? 1 : 0);
+  for (int c = thread(); c < num_candidates(row); c += THREADS) store(count + c, c < row.kept ? 1 : 0);
   if (!absorbs) return;
-  for (int i = 0; i < row.below; ++i) {
-    const int c = load(row.work.nearest + i);
-    if (c < 0 || c % num_threads() != thread()) continue;
+  for_absorbed(row, [&](int, int c) {
     const int members = load(count + c);
     store(count + c, members == 0 ? 2 : members + 1);
-  }
+  });
 }
 
 // work.offset = exclusive sums of work.cursor, work.cursor = the same. All threads.
 HW_DEVICE void place_members(const Row &row) {
-  const Shared<int32_t> sums = shared<int32_t>(row.p.at_sums, MAX_WARPS);
+  const Shared<int32_t> sums = shared<int32_t>(row.p.at_sums, WARPS);
   const int candidates = num_candidates(row);
   int total = 0;
-  for (int first = 0; first < candidates; first += num_threads()) {
+  for (int first = 0; first < candidates; first += THREADS) {
     const int c = first + thread();
     const int mine = c < candidates ? load(row.work.cursor + c) : 0;
     int sum = mine;  // of the lanes up to this one
@@ -109,7 +121,7 @@ HW_DEVICE void place_members(const Row &row) {
     if (lane() == 31) sums.store(warp(), sum);
     block_sync();
     int before = total;
-    for (int w = 0; w < num_warps(); ++w) {
+    for (int w = 0; w < WARPS; ++w) {
       if (w < warp()) before += sums.load(w);
       total += sums.load(w);
     }
@@ -130,22 +142,20 @@ HW_DEVICE void add_member(const Row &row, int candidate, int source) {
 }
 
 HW_DEVICE void fill_members(const Row &row, bool absorbs) {
-  for (int c = thread(); c < row.kept; c += num_threads()) add_member(row, c, load(row.work.kept + c));
+  for (int c = thread(); c < row.kept; c += THREADS) add_member(row, c, load(row.work.kept + c));
   if (!absorbs) return;
-  for (int i = 0; i < row.below; ++i) {
-    const int c = load(row.work.nearest + i);
-    if (c < 0 || c % num_threads() != thread()) continue;
+  for_absorbed(row, [&](int i, int c) {
     if (c >= row.kept && load(row.work.cursor + c) == load(row.work.offset + c)) {
       add_member(row, c, -1 - (c - row.kept));
     }
     add_member(row, c, load(row.work.below + i));
-  }
+  });
 }
 
 // Shares p_j in proportion to the scores, and p_j (b_j - ln p_j), of which the merged bias is the sum.
 HW_DEVICE void weigh_members(const Row &row) {
   const float ln2 = 0.693147180559945f;
-  for (int c = thread(); c < num_candidates(row); c += num_threads()) {
+  for (int c = thread(); c < num_candidates(row); c += THREADS) {
     const int first = load(row.work.offset + c), last = load(row.work.offset + c + 1);
     float total = 0.0f;
     for (int m = first; m < last; ++m) {
@@ -166,13 +176,13 @@ HW_DEVICE void weigh_members(const Row &row) {
 // After the search: adds up what was absorbed and dropped and lists the members of all candidates. All threads.
 HW_DEVICE void list_members(const Row &row) {
   int absorbed = 0;
-  for (int i = thread(); i < row.below; i += num_threads()) absorbed += load(row.work.nearest + i) >= 0;
+  for (int i = thread(); i < row.below; i += THREADS) absorbed += load(row.work.nearest + i) >= 0;
   absorbed = warp_sum(absorbed);
-  const Shared<int32_t> sums = shared<int32_t>(row.p.at_sums, MAX_WARPS);
+  const Shared<int32_t> sums = shared<int32_t>(row.p.at_sums, WARPS);
   if (lane() == 0) sums.store(warp(), absorbed);
   block_sync();
   absorbed = 0;
-  for (int w = 0; w < num_warps(); ++w) absorbed += sums.load(w);
+  for (int w = 0; w < WARPS; ++w) absorbed += sums.load(w);
   if (thread() == 0 && row.below > 0) {
     if (absorbed > 0) atomic_add(row.p.counts, absorbed);
     if (absorbed < row.below) atomic_add(row.p.counts + 1, row.below - absorbed);

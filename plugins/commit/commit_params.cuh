@@ -30,8 +30,9 @@ struct CommitParams {
   int32_t *counts;              // [2]: absorbed, dropped; added to
   int32_t num_staged, num_moves, num_rows, kv_heads;
   int32_t num_slots, num_blocks;                 // of the arenas, for HW_CHECK
-  int32_t max_moving, max_old_blocks;            // of a row: what a workspace has room for
+  int32_t max_moving, max_old_blocks;            // of a row: what a workspace has room for; moving a multiple of 4
   int32_t workspace_words;
+  int32_t num_stages;                            // of copies in flight
   int32_t query_rows;                            // room for keys below the line, a multiple of 32
   int32_t cached_blocks;                         // room for the key scales of a row's dissolved blocks
   int32_t absorb;                                // whether there is a gate
@@ -47,16 +48,19 @@ constexpr int STAGE_BYTES = BLOCK_ENTRIES * HALF_ROW;
 constexpr int PADDED = HEAD_DIM + 8;       // Half in a row of a search tile: rows of 8 begin in different banks
 constexpr int PAIRS = HEAD_DIM / 64;       // a lane owns channels lane * PAIRS + j and D / 2 + lane * PAIRS + j, j < PAIRS
 constexpr int CHANNELS = 2 * PAIRS;
-constexpr int MAX_WARPS = 8;
+constexpr int THREADS = 256, WARPS = THREADS / 32;  // of a block of the launch
+constexpr int ROWS_OF_WARP = (BLOCK_ENTRIES + WARPS - 1) / WARPS;
+constexpr int MAX_STAGES = 4;
 constexpr int SCALES_BYTES = QUANTIZED ? 4 * HEAD_DIM : 0;  // key scales and minima of a block
 constexpr int V_TAIL = (QUANTIZED ? 6 : 2) * BLOCK_ENTRIES;  // v_scale, v_min and bias lie side by side in a block
 constexpr int K_IMAGE = BLOCK_ENTRIES * K_ROW + SCALES_BYTES, V_IMAGE = BLOCK_ENTRIES * V_ROW + V_TAIL;
 constexpr int IMAGE_BYTES = (K_IMAGE > V_IMAGE ? K_IMAGE : V_IMAGE) + 2 * BLOCK_ENTRIES;
-constexpr int QUERY_BARRIER = 2;           // 0 and 1 belong to the stages
+constexpr int QUERY_BARRIER = MAX_STAGES;  // those before it belong to the stages
+constexpr int BARRIERS = MAX_STAGES + 1;
 constexpr float FP16_MAX = 65504.0f;
 
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "channels of a lane");
-static_assert(BLOCK_ENTRIES % 8 == 0 && BLOCK_ENTRIES <= 128, "16-byte fields, rows of a warp");
+static_assert(BLOCK_ENTRIES % 8 == 0 && ROWS_OF_WARP <= 32, "16-byte fields, a lane for each row of a warp");
 static_assert(!QUANTIZED || (K_SCALE + 2 * HEAD_DIM == K_MIN && V_SCALE + 2 * BLOCK_ENTRIES == V_MIN &&
                              V_MIN + 2 * BLOCK_ENTRIES == BIAS),
               "fields that one copy takes lie side by side");
@@ -70,16 +74,17 @@ struct alignas(16) Member {
 // Working memory of one row in global memory: indexes only, a few bytes per moving entry.
 struct Workspace {
   Member *members;                  // [2 * max_moving] in candidate order
-  int32_t *kept, *below, *nearest;  // [max_moving] sources, sources, candidate of an entry below or -1
+  int32_t *nearest;                 // [max_moving] candidate of an entry below the line, or -1
+  int32_t *kept, *below;            // [max_moving] sources
   int32_t *offset, *cursor;         // [max_moving + max_old_blocks * E + 1] first member of a candidate
   int32_t *cached;                  // [max_old_blocks] place of a block's key scales in shared memory, or -1
 
   HW_DEVICE explicit Workspace(const CommitParams &p) {
     int32_t *at = p.workspace + static_cast<int64_t>(block()) * p.workspace_words;
     const int candidates = p.max_moving + p.max_old_blocks * BLOCK_ENTRIES + 1;
-    members = reinterpret_cast<Member *>(at), at += 8 * p.max_moving;
-    kept = at, below = kept + p.max_moving, nearest = below + p.max_moving;
-    offset = nearest + p.max_moving, cursor = offset + candidates, cached = cursor + candidates;
+    members = reinterpret_cast<Member *>(at), nearest = at + 8 * p.max_moving;  // both 16-byte aligned
+    kept = nearest + p.max_moving, below = kept + p.max_moving;
+    offset = below + p.max_moving, cursor = offset + candidates, cached = cursor + candidates;
   }
 };
 
@@ -128,8 +133,6 @@ HW_DEVICE float bias_of(const Row &row, int source) {
 }
 
 HW_DEVICE bool protects(float score) { return score > FP16_MAX; }
-
-HW_DEVICE int num_warps() { return num_threads() / 32; }
 
 HW_DEVICE float warp_sum(float x) {
 #pragma unroll

@@ -177,6 +177,7 @@ HW_DEVICE float round_even(float x) {
   return (x + magic) - magic;
 }
 
+// A division and not a product with the inverse: keys of few bits often lie exactly between two codes.
 template <int BITS>
 HW_DEVICE float code_of(float x, float scale, float minimum) {
   if (!(scale > 0.0f)) return 0.0f;

@@ -118,7 +118,7 @@ HW_DEVICE void update_nearest(const Row &row, const KeyViews &v, const Slab &sla
 // All queries of the slab against one tile that has been opened. All warps; each takes 16 queries at a time.
 HW_DEVICE void search(const Row &row, const KeyViews &v, const Slab &slab, const Tile &tile) {
   const bool tile_split = QUANTIZED && (!tile.is_new || tile.first < row.kept_coded);
-  for (int first = warp() * 16; first < slab.count; first += num_warps() * 16) {
+  for (int first = warp() * 16; first < slab.count; first += WARPS * 16) {
     QueryFragments high, low;
     Best found[2];
     load_queries<false>(v, 0, first, row.p.query_rows, high);

@@ -19,13 +19,13 @@ struct ValueViews {
   Shared<float> sums, biases;  // [E, D] in the place of the search tile, [E] in that of its squares
 
   HW_DEVICE explicit ValueViews(const CommitParams &p)
-      : bars(barriers(p.at_barriers, 3)),
-        stages(shared<uint8_t>(p.at_stages, 2 * STAGE_BYTES)),
+      : bars(barriers(p.at_barriers, BARRIERS)),
+        stages(shared<uint8_t>(p.at_stages, p.num_stages * STAGE_BYTES)),
         image(shared<uint8_t>(p.at_image, IMAGE_BYTES)),
         sums(shared<float>(p.at_work, BLOCK_ENTRIES * HEAD_DIM)),
         biases(shared<float>(p.at_squares, BLOCK_ENTRIES)) {}
 
-  HW_DEVICE Shared<uint8_t> stage(int copies) const { return stages.at(copies % 2 * STAGE_BYTES, STAGE_BYTES); }
+  HW_DEVICE Shared<uint8_t> stage(int i) const { return stages.at(i * STAGE_BYTES, STAGE_BYTES); }
 };
 
 // Candidates of a group: [first_candidate, first_candidate + count).
@@ -49,15 +49,14 @@ HW_DEVICE Chunk next_chunk(const Row &row, const Chunk &chunk) {
   return chunk_from(row, chunk.group + (chunk.last ? 1 : 0), chunk.first + chunk.count);
 }
 
-// Starts the copies of a chunk's raw values. All warps.
-HW_DEVICE void copy_chunk(const Row &row, const ValueViews &v, const Chunk &chunk, int copies) {
-  const int rows = (BLOCK_ENTRIES + num_warps() - 1) / num_warps();
-  const int first = warp() * rows, count = min_of(max_of(chunk.count - first, 0), rows);
+// Starts the copies of a chunk's raw values into a stage. All warps.
+HW_DEVICE void copy_chunk(const Row &row, const ValueViews &v, const Chunk &chunk, int to) {
+  const int first = warp() * ROWS_OF_WARP, count = min_of(max_of(chunk.count - first, 0), ROWS_OF_WARP);
   RowCopy mine = {nullptr, 0};
   if (lane() < count) mine = value_copy(row, load(row.work.members + chunk.first + first + lane()).source);
-  copy_begin(v.bars, copies % 2, warp_sum(mine.bytes));
-  copy_rows(v.bars, copies % 2, v.stage(copies).at(first * HALF_ROW, count * HALF_ROW), mine, count);
-  copy_end(v.bars, copies % 2);
+  copy_begin(v.bars, to, warp_sum(mine.bytes));
+  copy_rows(v.bars, to, v.stage(to).at(first * HALF_ROW, count * HALF_ROW), mine, count);
+  copy_end(v.bars, to);
 }
 
 // Value of a member whose raw bytes are row r of the stage.
@@ -96,7 +95,7 @@ HW_DEVICE void add_chunk(const Row &row, const ValueViews &v, const Chunk &chunk
   for (int first = 0; first < chunk.count; first += 32) {
     Member mine = {0, -1, 0.0f, 0.0f};
     if (first + lane() < chunk.count) mine = load(row.work.members + chunk.first + first + lane());
-    const bool is_mine = mine.candidate >= 0 && (mine.candidate - base) % num_warps() == warp();
+    const bool is_mine = mine.candidate >= 0 && (mine.candidate - base) % WARPS == warp();
     const uint32_t owned = hw::ballot(is_mine);
     for (int i = 0; i < 32; ++i) {
       if ((owned >> i & 1u) == 0) continue;
@@ -134,12 +133,12 @@ HW_DEVICE Scale encode_value(const ValueViews &v, int e, const Bytes &to, int at
 HW_DEVICE void encode_group(const Row &row, const ValueViews &v, int group) {
   const Shared<Fp16> tail = v.image.at(BLOCK_ENTRIES * V_ROW, V_TAIL + 2 * BLOCK_ENTRIES).cast<Fp16>();
   const int count = group_count(row, group), base = first_candidate(row, group);
-  for (int e = warp(); e < BLOCK_ENTRIES; e += num_warps()) {
+  for (int e = warp(); e < BLOCK_ENTRIES; e += WARPS) {
     Scale s = {from_float<Fp16>(0.0f), from_float<Fp16>(0.0f)};
     float bias = 0.0f, score = 0.0f;
     if (e < count) {
       s = encode_value(v, e, SharedBytes{v.image}, e * V_ROW);
-      bias = v.biases.load(e), score = score_of(row, load(row.work.kept + base + e));
+      if (lane() == 0) bias = v.biases.load(e), score = score_of(row, load(row.work.kept + base + e));
     } else {
       Channels nothing;
 #pragma unroll
@@ -171,7 +170,7 @@ HW_DEVICE void store_group(const Row &row, const ValueViews &v, int group) {
 HW_DEVICE void rewrite_group(const Row &row, const ValueViews &v, int group) {
   const int base = first_candidate(row, group), b = group - row.num_new;
   uint8_t *block = row.old_block(b);
-  for (int e = warp(); e < BLOCK_ENTRIES; e += num_warps()) {
+  for (int e = warp(); e < BLOCK_ENTRIES; e += WARPS) {
     if (load(row.work.offset + base + e) == load(row.work.offset + base + e + 1)) continue;
     const Scale s = encode_value(v, e, GlobalBytes{block}, V_CODES + e * V_ROW);
     if (lane() != 0) continue;

@@ -24,7 +24,9 @@ MAX_BLOCK_ENTRIES = 128
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90a": 227 << 10, "sm_120": 99 << 10}
 """Dynamic shared memory that one block may take (CUDA C++ programming guide, technical specifications)."""
 SMALLEST_SHARED_BYTES = min(SHARED_BYTES.values())
+RESERVED_BYTES = 1024  # of every resident block, by the system
 MIN_QUERY_ROWS = 32
+STAGES = (4, 3, 2)
 MAX_CACHED_BLOCKS = 32
 _ELEMENT_DTYPES: dict[torch.dtype, Element] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -32,7 +34,7 @@ _POINTERS = ("layer_pages", "layer_seen", "blocks", "score", "staged", "old_star
              "new_starts", "new_ids", "new_lens", "dissolve", "is_new", "alive", "staged_keep", "staged_score",
              "move_from", "move_to", "workspace", "counts")  # fmt: skip
 _COUNTS = ("num_staged", "num_moves", "num_rows", "kv_heads", "num_slots", "num_blocks", "max_moving",
-           "max_old_blocks", "workspace_words", "query_rows", "cached_blocks", "absorb")  # fmt: skip
+           "max_old_blocks", "workspace_words", "num_stages", "query_rows", "cached_blocks", "absorb")  # fmt: skip
 _OFFSETS = ("at_stages", "at_work", "at_image", "at_partials", "at_squares", "at_best", "at_norms", "at_scales",
             "at_queries", "at_sums", "at_barriers")  # fmt: skip
 
@@ -92,44 +94,81 @@ def commit_kernel(page: PageLayout, block: BlockLayout, element: Element) -> Ker
 
 
 def plan_commit(block: BlockLayout, sizes: CommitSizes, num_multiprocessors: int) -> CommitPlan:
-    """Divides shared memory and the workspace. Raises UnsupportedShapeError where a block does not fit this GPU."""
+    """Divides shared memory and the workspace. Raises UnsupportedShapeError where a block does not fit this GPU.
+
+    Two blocks share a multiprocessor where all keys below the line fit half of its memory, with as many stages as fit
+    too; else one block has it to itself; and where the keys do not fit at all they are searched slab by slab.
+    """
+    coded = min(sizes.below, sizes.dissolved_blocks * block.block_entries) if block.quantized else 0
+    # Entries of dissolved blocks take a second row, for what their keys have beyond fp16 or bf16.
+    wanted = _multiple(max(MIN_QUERY_ROWS, min(sizes.below, sizes.moving) + coded + 16), 32)
+    half = (sizes.shared_bytes + RESERVED_BYTES) // 2 - RESERVED_BYTES
+    for budget, stages in (*((half, n) for n in STAGES), *((sizes.shared_bytes, n) for n in STAGES)):
+        regions = _regions(block, sizes, stages, wanted)
+        if sum(regions.values()) <= budget:
+            return _plan(block, sizes, regions, (stages, wanted, budget == half), num_multiprocessors)
+    row = _regions(block, sizes, STAGES[-1], 32)["at_queries"] // 32 + 8
+    rest = sizes.shared_bytes - sum(_regions(block, sizes, STAGES[-1], 0).values())
+    query_rows = rest // row // 32 * 32
+    if query_rows < MIN_QUERY_ROWS:
+        raise UnsupportedShapeError(
+            f"commit: a {block.format} block of {block.block_entries} entries of {block.head_dim} channels needs "
+            f"{sizes.shared_bytes - rest + MIN_QUERY_ROWS * row:,} bytes of shared memory, this GPU has "
+            f"{sizes.shared_bytes:,}; build with smaller blocks"
+        )
+    regions = _regions(block, sizes, STAGES[-1], query_rows)
+    return _plan(block, sizes, regions, (STAGES[-1], query_rows, False), num_multiprocessors)
+
+
+def _regions(block: BlockLayout, sizes: CommitSizes, stages: int, query_rows: int) -> dict[str, int]:
+    """Bytes of each part of shared memory, multiples of 16. See KeyViews and ValueViews of the kernel."""
     entries, half_row = block.block_entries, 2 * block.head_dim
     tile = entries * (block.head_dim + 8) * 2
     image = max(
         entries * block.k_row_bytes + (4 * block.head_dim if block.quantized else 0),
         entries * block.v_row_bytes + (6 if block.quantized else 2) * entries,
     )
-    scales = 4 * block.head_dim if block.quantized else 0
-    cached = min(sizes.dissolved_blocks, MAX_CACHED_BLOCKS) if block.quantized else 0
     warps = THREADS // 32
-    fixed = {
-        "at_stages": 2 * entries * half_row,
+    regions = {
+        "at_stages": stages * entries * half_row,
         "at_work": max(tile * (2 if block.quantized else 1), entries * block.head_dim * 4),
         "at_image": image + 2 * entries,
         "at_partials": warps * 2 * block.head_dim * 4 if block.quantized else 0,
         "at_squares": 4 * entries,
-        "at_scales": cached * scales,
+        "at_best": 4 * query_rows,
+        "at_norms": 4 * query_rows,
+        "at_scales": _cached_blocks(block, sizes) * 4 * block.head_dim,
+        "at_queries": query_rows * half_row,
         "at_sums": 4 * warps,
-        "at_barriers": 3 * 8,
+        "at_barriers": (STAGES[0] + 1) * 8,
     }
-    room = sizes.shared_bytes - sum(_aligned(n) for n in fixed.values())
-    # Entries of dissolved blocks take a second row, for what their keys have beyond fp16 or bf16.
-    wanted = max(MIN_QUERY_ROWS, _multiple(min(sizes.below + _coded(block, sizes), sizes.moving + 32), 32))
-    query_rows = min(wanted, room // (half_row + 8) // 32 * 32)
-    if query_rows < MIN_QUERY_ROWS:
-        raise UnsupportedShapeError(
-            f"commit: a {block.format} block of {entries} entries of {block.head_dim} channels needs "
-            f"{sizes.shared_bytes - room + MIN_QUERY_ROWS * (half_row + 8):,} bytes of shared memory, this GPU has "
-            f"{sizes.shared_bytes:,}; build with smaller blocks"
-        )
-    regions = {**fixed, "at_best": 4 * query_rows, "at_norms": 4 * query_rows, "at_queries": query_rows * half_row}
-    offsets, total = _offsets(regions)
-    candidates = sizes.moving + sizes.old_blocks * entries + 1
-    words = _multiple(8 * sizes.moving + 3 * sizes.moving + 2 * candidates + sizes.old_blocks, 4)
-    grid = max(1, min(sizes.rows, num_multiprocessors * max(1, sizes.shared_bytes // total)))
+    return {name: _multiple(num_bytes, 16) for name, num_bytes in regions.items()}
+
+
+def _cached_blocks(block: BlockLayout, sizes: CommitSizes) -> int:
+    return min(sizes.dissolved_blocks, MAX_CACHED_BLOCKS) if block.quantized else 0
+
+
+def _plan(
+    block: BlockLayout,
+    sizes: CommitSizes,
+    regions: Mapping[str, int],
+    shape: tuple[int, int, bool],
+    num_multiprocessors: int,
+) -> CommitPlan:
+    """shape: stages, query rows, whether two blocks share a multiprocessor."""
+    stages, query_rows, shared = shape
+    offsets, total = {}, 0
+    for name, num_bytes in regions.items():
+        offsets[name] = total
+        total += num_bytes
+    moving = _multiple(sizes.moving, 4)
+    candidates = moving + sizes.old_blocks * block.block_entries + 1
+    words = _multiple(11 * moving + 2 * candidates + sizes.old_blocks, 4)
+    grid = max(1, min(sizes.rows, num_multiprocessors * (2 if shared else 1)))
     fields = {
-        **offsets, "query_rows": query_rows, "cached_blocks": cached, "max_moving": sizes.moving,
-        "max_old_blocks": sizes.old_blocks, "workspace_words": words,
+        **offsets, "num_stages": stages, "query_rows": query_rows, "cached_blocks": _cached_blocks(block, sizes),
+        "max_moving": moving, "max_old_blocks": sizes.old_blocks, "workspace_words": words,
     }  # fmt: skip
     return CommitPlan(Launch(grid, THREADS, total), max(4, 4 * words * grid), tuple(fields.items()))
 
@@ -232,25 +271,8 @@ class CudaPublish:
         )
 
 
-def _coded(block: BlockLayout, sizes: CommitSizes) -> int:
-    return min(sizes.below, sizes.dissolved_blocks * block.block_entries) if block.quantized else 0
-
-
-def _aligned(num_bytes: int) -> int:
-    return _multiple(num_bytes, 16)
-
-
 def _multiple(value: int, of: int) -> int:
     return -(-value // of) * of
-
-
-def _offsets(regions: Mapping[str, int]) -> tuple[dict[str, int], int]:
-    """Where each region of so many bytes begins, and the bytes of all."""
-    offsets, total = {}, 0
-    for name in _OFFSETS:
-        offsets[name] = total
-        total += _aligned(regions[name])
-    return offsets, total
 
 
 def _tensors(
