@@ -75,7 +75,7 @@ class BlockReader(Generic[T]):
 
     def _bytes(self, words: T) -> T:
         """[B, 4 W] int32, 0 to 255: word w holds bytes 4 w to 4 w + 3, lowest first."""
-        n, width = self._l, self._l.last_size(words)
+        n, width = self._l, self._l.size(words, 1)
         # The low 31 bits and the highest one (1 or 0) apart, so that division never meets a negative number.
         negative = n.less(words, self._int(0))
         rest = n.select(negative, n.sub(words, self._int(INT32_MIN)), words)

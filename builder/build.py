@@ -28,15 +28,27 @@ except ModuleNotFoundError as missing:
     )
 
 from builder.default_model import ENGINE_NAME, default_gguf  # noqa: E402
-from builder.engine_writer import WeightForm, check_output, check_tensors, write_engine  # noqa: E402
+from builder.engine_writer import (  # noqa: E402
+    ContentWriter,
+    WeightForm,
+    check_output,
+    check_tensors,
+    weights_writer,
+    write_engine,
+)
 from builder.plan_report import memory_report, parse_bytes  # noqa: E402
+from builder.trt_api import Builder as TrtBuilder  # noqa: E402
+from builder.trt_api import load_builder  # noqa: E402
+from builder.trt_engine import check_limits, make_shape, native_step, plan_writer, trt_facts  # noqa: E402
+from builder.trt_engine import default_dtype as gpu_dtype  # noqa: E402
 from builder.weights.checkpoint import Checkpoint, parse_tokenizer  # noqa: E402
 from builder.weights.detect import read_checkpoint  # noqa: E402
 from plugins.linear.native import runs_bf16  # noqa: E402
 from runtime import manifest  # noqa: E402
-from runtime.config import DTYPE_BYTES, DType, EngineLimits, WeightDType  # noqa: E402
+from runtime.config import DTYPE_BYTES, DType, EngineLimits, RuntimeConfig, WeightDType  # noqa: E402
 from runtime.errors import CheckpointError, CommitKVError, ConfigError, ManifestError  # noqa: E402
-from runtime.manifest import EngineFile, Manifest, SourceModel, TokenInfo  # noqa: E402
+from runtime.manifest import EngineFile, Manifest, SourceModel, TokenInfo, TrtFacts  # noqa: E402
+from runtime.policy.policy_file import POLICY_FILE, is_policy_file, load_policy, read_policy_file  # noqa: E402
 from runtime.policy.registry import ALL_POLICIES, get_policy  # noqa: E402
 
 DEFAULT_SEQ_LEN = 8192
@@ -54,12 +66,24 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "(default: SmolLM2-135M-Instruct, fetched once)",
     )
     add("--tokenizer", type=Path, help="directory with tokenizer.json, instead of the model's own")
-    add("--target", choices=TARGETS, default="cpu", help="what runs the engine (trt and trt-rtx do not work yet)")
+    add(
+        "--target",
+        choices=TARGETS,
+        default="cpu",
+        help="what runs the engine: trt for data-centre GPUs, trt-rtx for RTX cards (default %(default)s)",
+    )
+    add("--sm", type=int, help="of the GPU, 10 * major + minor, such as 120 (default: of the GPU here)")
+    add(
+        "--max-step-tokens",
+        type=int,
+        default=RuntimeConfig.tokens_per_step,
+        help="rows of one step of a GPU engine, over all sequences (default %(default)s)",
+    )
     add(
         "--dtype",
         choices=("auto", *DTYPE_BYTES),
         default="auto",
-        help="weights and activations (auto: bf16 where a kernel for it runs on this CPU, else fp32)",
+        help="weights and activations (auto: bf16 where the CPU or GPU has it, else fp32 on a CPU, fp16 on a GPU)",
     )
     add(
         "--weight-dtype",
@@ -83,13 +107,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--policy",
         default=EngineLimits.policy,
-        help=f"default policy: {', '.join(ALL_POLICIES)} (default %(default)s)",
+        help=f"default policy: {', '.join(ALL_POLICIES)}, or a policy file ending in .json (default %(default)s)",
     )
     add("--output", type=Path, help="engine directory (default: engines/<model name>)")
     add("--dry-run", action="store_true", help="print the memory plan and write nothing")
     add("--kv-memory", default="1GiB", help="KV budget of the memory plan (default %(default)s)")
     add("--force", action="store_true", help="build even if the engine is up to date")
     return parser.parse_args(argv)
+
+
+def default_dtype(target: str, sm: int | None) -> DType:
+    """bf16 where it is fast."""
+    if target != "cpu":
+        return gpu_dtype(sm)
+    return "bf16" if runs_bf16() else "fp32"
 
 
 def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimits:
@@ -107,7 +138,7 @@ def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimit
             f"{checkpoint.spec.name}: attention slides over {window} tokens, expected no window shorter than the "
             f"engine's {length}; pass --max-seq-len {window} or less, up to which the answers are exact"
         )
-    dtype: DType = args.dtype if args.dtype != "auto" else ("bf16" if runs_bf16() else "fp32")
+    dtype: DType = args.dtype if args.dtype != "auto" else default_dtype(args.target, args.sm)
     get_policy(args.policy)
     return EngineLimits(
         dtype=dtype,
@@ -121,8 +152,10 @@ def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimit
     )
 
 
-def make_manifest(checkpoint: Checkpoint, limits: EngineLimits, source: SourceModel) -> Manifest:
-    """The manifest of an engine that has no files yet."""
+def make_manifest(
+    checkpoint: Checkpoint, limits: EngineLimits, source: SourceModel, trt: TrtFacts | None = None
+) -> Manifest:
+    """The manifest of an engine that has no files yet; trt: None for the CPU."""
     tokenizer = parse_tokenizer(checkpoint.tokenizer.tokenizer_json, checkpoint.files[0])
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     if size > checkpoint.spec.vocab_size:
@@ -131,9 +164,12 @@ def make_manifest(checkpoint: Checkpoint, limits: EngineLimits, source: SourceMo
             f"{checkpoint.spec.vocab_size}; pass the tokenizer that belongs to the model"
         )
     added = sorted(tokenizer.get_added_tokens_decoder().items())
+    versions: tuple[tuple[str, str], ...]
     versions = (("commitkv", manifest.COMMITKV_VERSION), ("torch", str(torch.__version__)))
+    if trt is not None:
+        versions += ((trt.package, trt.version),)
     return Manifest(
-        target="cpu",
+        target="cpu" if trt is None else "trt" if trt.package == "tensorrt" else "trt-rtx",
         model=checkpoint.spec,
         limits=limits,
         tokens=TokenInfo(
@@ -146,16 +182,20 @@ def make_manifest(checkpoint: Checkpoint, limits: EngineLimits, source: SourceMo
         files=(),
         versions=versions,
         built_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        trt=trt,
     )
 
 
-def is_up_to_date(output: Path, wanted: Manifest) -> bool:
-    """Whether `output` is a sound engine of the same source, options and versions."""
+def is_up_to_date(output: Path, wanted: Manifest, policy_text: str | None) -> bool:
+    """Whether `output` is a sound engine of the same source, options, policy file and versions."""
     try:
         found = manifest.load(output)
     except ManifestError:
         return False
-
+    if policy_text is not None and (
+        not found.has_file(POLICY_FILE) or (output / POLICY_FILE).read_text(encoding="utf-8") != policy_text
+    ):
+        return False
     return dataclasses.replace(found, files=(), built_at=wanted.built_at) == wanted
 
 
@@ -165,25 +205,49 @@ def source_sha256(files: Sequence[Path]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
+def make_content(
+    args: argparse.Namespace, checkpoint: Checkpoint, limits: EngineLimits, builder: TrtBuilder | None
+) -> tuple[ContentWriter, TrtFacts | None]:
+    """What writes the engine's weights or plan, and what the manifest says of TensorRT. builder: None for the CPU."""
+    if builder is None:
+        return weights_writer(checkpoint, WeightForm(limits.dtype, limits.weight_dtype == "int8")), None
+    check_limits(limits, builder.sm)
+    shape = make_shape(checkpoint.spec, limits, native_step(checkpoint.spec, limits, args.max_step_tokens))
+    return plan_writer(builder, shape, checkpoint), trt_facts(builder, shape)
+
+
+def read_policy(text: str) -> str | None:
+    """The content of a policy file, None for a policy's name. Raises ConfigError or UnknownPolicyError."""
+    if not is_policy_file(text):
+        get_policy(text)
+        return None
+    read_policy_file(Path(text))
+    return Path(text).read_text(encoding="utf-8")
+
+
 def build(args: argparse.Namespace) -> None:
     """Everything after argument parsing; raises CommitKVError."""
-    if args.target != "cpu":
-        raise ConfigError(f"target: got {args.target}, which this version cannot build yet; pass --target cpu")
-    get_policy(args.policy)
+    policy_text = read_policy(args.policy)
     kv_memory_bytes = parse_bytes(args.kv_memory, "kv-memory")
+    builder = None if args.target == "cpu" or args.dry_run else load_builder(args.target, args.sm)
     model = args.model or default_gguf(ROOT / "models")
     checkpoint = read_checkpoint(model, args.tokenizer)
+    if policy_text is not None:
+        args.policy = load_policy(Path(args.policy), checkpoint.spec).name
     limits = make_limits(args, checkpoint)
     check_tensors(checkpoint)
     if args.dry_run:
+        if args.target != "cpu":
+            check_limits(limits, args.sm)
         print(memory_report(checkpoint.spec, limits, kv_memory_bytes))
         return
     name = ENGINE_NAME if args.model is None else checkpoint.spec.name
-    output: Path = args.output or ROOT / "engines" / name
+    output: Path = args.output or ROOT / "engines" / (name if builder is None else f"{name}-sm{builder.sm}")
     check_output(output)
+    write_content, trt = make_content(args, checkpoint, limits, builder)
     source = SourceModel(checkpoint.spec.name, checkpoint.kind, source_sha256(checkpoint.files))
-    wanted = make_manifest(checkpoint, limits, source)
-    if not args.force and is_up_to_date(output, wanted):
+    wanted = make_manifest(checkpoint, limits, source, trt)
+    if not args.force and is_up_to_date(output, wanted, policy_text):
         print(f"{output} is up to date (--force builds it again)")
         return
     started = time.monotonic()
@@ -191,7 +255,7 @@ def build(args: argparse.Namespace) -> None:
     def with_files(files: tuple[EngineFile, ...]) -> Manifest:
         return dataclasses.replace(wanted, files=files)
 
-    write_engine(checkpoint, WeightForm(limits.dtype, limits.weight_dtype == "int8"), output, with_files)
+    write_engine(checkpoint, write_content, output, with_files, policy_text)
     size = sum(path.stat().st_size for path in output.iterdir())
     print(f"built {output}: {limits.dtype}, {size / 1e6:.0f} MB, {time.monotonic() - started:.1f} s")
 

@@ -35,6 +35,7 @@ from runtime.manifest import (
     file_sha256,
     write,
 )
+from runtime.policy.policy_file import POLICY_FILE
 
 _SAFETENSORS_NAME = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
 
@@ -85,12 +86,28 @@ def check_tensors(checkpoint: Checkpoint) -> None:
                 )
 
 
+ContentWriter = Callable[[Path], EngineFile]
+"""Writes what an engine runs, weights or a plan, into the directory it is given."""
+
+
+def weights_writer(checkpoint: Checkpoint, form: WeightForm) -> ContentWriter:
+    """For the CPU."""
+    return lambda directory: _write_weights(checkpoint, form, directory / WEIGHTS_FILE)
+
+
 def write_engine(
-    checkpoint: Checkpoint, form: WeightForm, output: Path, make_manifest: Callable[[tuple[EngineFile, ...]], Manifest]
+    checkpoint: Checkpoint,
+    write_content: ContentWriter,
+    output: Path,
+    make_manifest: Callable[[tuple[EngineFile, ...]], Manifest],
+    policy_text: str | None = None,
 ) -> None:
     """Build the directory `output`. make_manifest gets the finished files. Leaves nothing half-written behind.
 
-    Raises CheckpointError for bad tensors, ConfigError for a place that cannot be written to.
+    policy_text: content of the policy file of an engine that brings its own policy.
+
+    Raises CheckpointError for bad tensors, ConfigError for a place that cannot be written to, and what write_content
+    raises.
     """
     check_tensors(checkpoint)
     check_output(output)
@@ -100,10 +117,12 @@ def write_engine(
             output.parent.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
-            files = [_write_weights(checkpoint, form, temporary / WEIGHTS_FILE)]
+            files = [write_content(temporary)]
             files.append(_write_text(temporary / TOKENIZER_FILE, checkpoint.tokenizer.tokenizer_json))
             if checkpoint.tokenizer.chat_template is not None:
                 files.append(_write_text(temporary / CHAT_TEMPLATE_FILE, checkpoint.tokenizer.chat_template))
+            if policy_text is not None:
+                files.append(_write_text(temporary / POLICY_FILE, policy_text))
             write(make_manifest(tuple(files)), temporary)
             _flush(temporary / MANIFEST_FILE)
             _flush(temporary)
@@ -142,7 +161,7 @@ def _write_weights(checkpoint: Checkpoint, form: WeightForm, path: Path) -> Engi
     with path.open("wb") as stream, bar:
         _put(stream, digest.update, len(text).to_bytes(8, "little") + text)
         for recipe in recipes:
-            for data in form.store(_convert(recipe, checkpoint.tensors, form.source_dtype(recipe))):
+            for data in form.store(read_weight(recipe, checkpoint.tensors, form.source_dtype(recipe))):
                 _put(stream, digest.update, data.view(torch.uint8).numpy().reshape(-1).data)
                 bar.update(data.numel() * data.itemsize)
         stream.flush()
@@ -150,12 +169,24 @@ def _write_weights(checkpoint: Checkpoint, form: WeightForm, path: Path) -> Engi
     return EngineFile(path.name, path.stat().st_size, digest.hexdigest())
 
 
+def write_file(path: Path, data: memoryview) -> EngineFile:
+    """Writes, flushes and hashes one file."""
+    if (free := shutil.disk_usage(path.parent).free) < data.nbytes:
+        raise OSError(errno.ENOSPC, f"{path.name} takes {data.nbytes / 1e6:.0f} MB, {free / 1e6:.0f} MB are free")
+    with path.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return EngineFile(path.name, data.nbytes, hashlib.sha256(data).hexdigest())
+
+
 def _put(stream: BinaryIO, update: Callable[[bytes | memoryview], None], data: bytes | memoryview) -> None:
     stream.write(data)
     update(data)
 
 
-def _convert(recipe: WeightRecipe, tensors: TensorSource, dtype: torch.dtype) -> torch.Tensor:
+def read_weight(recipe: WeightRecipe, tensors: TensorSource, dtype: torch.dtype) -> torch.Tensor:
+    """One engine weight from its sources. Raises CheckpointError where it is not finite in `dtype`."""
     parts = [tensors.read(name).to(dtype) for name, _ in recipe.sources]
     data = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
     assert tuple(data.shape) == recipe.shape

@@ -25,8 +25,8 @@ class Layers(Protocol[T]):
 
     def rank(self, x: T) -> int: ...
 
-    def last_size(self, x: T) -> int:
-        """Size of the last axis, which must not change from step to step."""
+    def size(self, x: T, axis: int) -> int:
+        """Of an axis that does not change from step to step."""
         ...
 
     def cast(self, x: T, kind: Kind) -> T: ...
@@ -118,8 +118,8 @@ class TorchLayers:
     def rank(self, x: torch.Tensor) -> int:
         return x.dim()
 
-    def last_size(self, x: torch.Tensor) -> int:
-        return x.shape[-1]
+    def size(self, x: torch.Tensor, axis: int) -> int:
+        return x.shape[axis]
 
     def cast(self, x: torch.Tensor, kind: Kind) -> torch.Tensor:
         return x.to(self._dtypes[kind])

@@ -3,9 +3,10 @@
 Semantics are those of `plugins.append.params` and `plugins.attend.params`. It is the oracle of the plugin form and what
 TensorRT-RTX can build; it is not made to be fast: changed arenas are new tensors, so a step copies them.
 
-Rows of all sequences are laid against all listed page tokens, and a mask says which of them a row may read. A block
-belongs to one head, so its entries meet only that head's queries. Dead memory is read (what pads points to page 0;
-unfilled entries and unwritten tokens hold anything, NaN too) and never used: masks select, they do not multiply.
+Rows of all sequences and heads are laid against everything listed, page tokens and block entries, and masks say what a
+row of a head reads: few layers, by which building time goes, for more arithmetic. Dead memory is read (what pads points
+at a live page or page 0; unfilled entries and unwritten tokens hold anything, NaN too) and never used: masks select,
+they do not multiply.
 G KV heads, M query heads per KV head, R rows, P pages, T page tokens, B blocks, E entries, D head size.
 """
 
@@ -47,7 +48,7 @@ class Attended(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class _Parts(Generic[T]):
-    """The same for page tokens and for block entries: logits or weights [G, M, R, P * T] and [B, M, R, E], say."""
+    """Logits or weights of page tokens [G, M, R, P * T] and of block entries [G, M, R, B * E]."""
 
     pages: T
     blocks: T
@@ -73,24 +74,20 @@ class NativeOps(Generic[T]):
 
     def attend(self, layer: int, q: T, arenas: Arenas[T]) -> Attended[T]:
         """q [R, G * M, D] model, rotated. `arenas.pages` holds this step's tokens already."""
-        n, heads = self._l, self._g.kv_heads * self._g.group_size
+        n, zero, heads = self._l, self._real(0.0), self._g.kv_heads * self._g.group_size
         blocks = self._step.blocks(layer)
         entries = self._reader.read(n.gather(arenas.blocks, blocks.pick.target))
         page_keys, page_values = self._listed(arenas.pages)
-        logits = self._logits(q, page_keys, entries, blocks)
+        logits = self._logits(q, page_keys, entries)
         top = self._top(logits, blocks)
         powers = self._powers(logits, top, blocks)
-        sums = _Parts(n.reduce_sum(powers.pages, (3,)), n.reduce_sum(powers.blocks, (3,)))
-        total = self._joined(sums, blocks, 1)
-        total = n.select(n.less(self._real(0.0), total), total, self._real(1.0))
+        total = n.add(n.reduce_sum(powers.pages, (3,)), n.reduce_sum(powers.blocks, (3,)))
+        total = n.select(n.less(zero, total), total, self._real(1.0))
+        weights = _Parts(n.div(powers.pages, total), n.div(powers.blocks, total))
         there = n.reshape(self._step.token_valid, (1, 1, -1, 1))  # weights of 0 would not hide a NaN
-        outs = _Parts(
-            n.matmul(powers.pages, n.select(there, page_values, self._real(0.0))),
-            n.matmul(powers.blocks, self._with_group(entries.values)),
-        )
-        out = n.div(self._joined(outs, blocks, self._g.head_dim), total)
-        of_blocks = n.div(powers.blocks, n.gather(total, blocks.head))
-        seen, score = self._raise(_Parts(n.div(powers.pages, total), of_blocks), blocks, arenas)
+        of_pages = n.matmul(weights.pages, n.select(there, page_values, zero))
+        out = n.add(of_pages, n.matmul(weights.blocks, self._flat(entries.values)))
+        seen, score = self._raise(weights, blocks, arenas)
         return Attended(
             out=n.cast(n.reshape(n.transpose(out, (2, 0, 1, 3)), (0, heads, self._g.head_dim)), "model"),
             lse=n.reshape(n.transpose(n.add(top, n.log(total)), (2, 0, 1, 3)), (0, heads)),
@@ -103,23 +100,22 @@ class NativeOps(Generic[T]):
         n, g = self._l, self._g
         blocks = self._step.blocks(layer)
         entries = self._reader.read(n.gather(arenas.blocks, blocks.pick.target))
-        logits = self._logits(q, self._listed(arenas.pages)[0], entries, blocks)
+        logits = self._logits(q, self._listed(arenas.pages)[0], entries)
         known = n.transpose(n.reshape(lse, (0, g.kv_heads, g.group_size, 1)), (1, 2, 0, 3))
         return self._raise(self._powers(logits, known, blocks), blocks, arenas)
 
-    def _logits(self, q: T, page_keys: T, entries: Entries[T], blocks: BlockList[T]) -> _Parts[T]:
+    def _logits(self, q: T, page_keys: T, entries: Entries[T]) -> _Parts[T]:
         """Of everything listed, seen by the row or not."""
         n, g = self._l, self._g
         split = n.reshape(n.cast(q, "real"), (0, g.kv_heads, g.group_size, g.head_dim))
         queries = n.transpose(n.mul(split, self._real(g.scale)), (1, 2, 0, 3))
-        of_pages = n.matmul(queries, page_keys, transpose_b=True)
-        of_blocks = n.matmul(n.gather(queries, blocks.head), self._with_group(entries.keys), transpose_b=True)
-        bias = n.reshape(entries.bias, (0, 1, 1, g.layout.block_entries))
-        return _Parts(of_pages, n.add(of_blocks, bias))
+        of_blocks = n.matmul(queries, self._flat(entries.keys), transpose_b=True)
+        bias = n.reshape(entries.bias, (1, 1, 1, -1))
+        return _Parts(n.matmul(queries, page_keys, transpose_b=True), n.add(of_blocks, bias))
 
-    def _with_group(self, x: T) -> T:
-        """[B, E, D] -> [B, 1, E, D]."""
-        return self._l.reshape(x, (0, 1, self._g.layout.block_entries, self._g.head_dim))
+    def _flat(self, x: T) -> T:
+        """[B, E, D] -> [1, 1, B * E, D]."""
+        return self._l.reshape(x, (1, 1, -1, self._g.head_dim))
 
     def _listed(self, pages: T) -> tuple[T, T]:
         """Keys and values [G, 1, P * T, D] real of all listed pages, whatever unwritten tokens hold."""
@@ -130,47 +126,33 @@ class NativeOps(Generic[T]):
 
     def _top(self, logits: _Parts[T], blocks: BlockList[T]) -> T:
         """[G, M, R, 1]: the largest logit that a row sees; NOTHING if none."""
-        n, g = self._l, self._g
-        nothing = self._real(NOTHING)
+        n, nothing = self._l, self._real(NOTHING)
         of_pages = n.reduce_max(n.select(self._step.page_mask, logits.pages, nothing), (3,))
-        of_blocks = n.reduce_max(n.select(blocks.mask, logits.blocks, nothing), (3,))
-        own = n.reshape(blocks.own, (g.kv_heads, -1, 1, 1))
-        by_head = n.select(own, n.transpose(of_blocks, (3, 0, 1, 2)), nothing)  # [G, B, M, R]
-        return n.maximum(of_pages, n.transpose(n.reduce_max(by_head, (1,)), (0, 2, 3, 1)))
+        return n.maximum(of_pages, n.reduce_max(n.select(blocks.mask, logits.blocks, nothing), (3,)))
 
     def _powers(self, logits: _Parts[T], top: T, blocks: BlockList[T]) -> _Parts[T]:
         """exp(logit - top) of what a row sees, else 0; top [G, M, R, 1]."""
-        n = self._l
-        pages = n.exp(n.sub(logits.pages, top))
-        entries = n.exp(n.sub(logits.blocks, n.gather(top, blocks.head)))
-        return _Parts(
-            n.select(self._step.page_mask, pages, self._real(0.0)), n.select(blocks.mask, entries, self._real(0.0))
-        )
-
-    def _joined(self, parts: _Parts[T], blocks: BlockList[T], size: int) -> T:
-        """[G, M, R, size]: what pages give, plus the sum of what the head's blocks [B, M, R, size] give."""
-        n, g = self._l, self._g
-        own = n.select(blocks.own, self._real(1.0, 2), self._real(0.0, 2))
-        of_blocks = n.matmul(own, n.reshape(parts.blocks, (0, -1)))
-        return n.add(parts.pages, n.reshape(of_blocks, (g.kv_heads, g.group_size, -1, size)))
+        n, zero = self._l, self._real(0.0)
+        pages, entries = (n.exp(n.sub(part, top)) for part in (logits.pages, logits.blocks))
+        return _Parts(n.select(self._step.page_mask, pages, zero), n.select(blocks.mask, entries, zero))
 
     def _raise(self, weights: _Parts[T], blocks: BlockList[T], arenas: Arenas[T]) -> tuple[T, T]:
         """seen and score, raised to the largest weight over recorded rows and the query heads of the group."""
         n, g, zero = self._l, self._g, self._real(0.0)
         of_pages = n.reduce_max(n.select(self._step.page_recorded, weights.pages, zero), (1, 2))
         by_page = n.transpose(n.reshape(of_pages, (g.kv_heads, -1, g.page_tokens)), (1, 0, 2))
-        there = n.reshape(self._step.token_valid, (0, 1, g.page_tokens))
-        seen = self._put_larger(arenas.seen, by_page, there, self._step.page_pick)
-        of_blocks = n.reduce_max(n.select(blocks.recorded, weights.blocks, zero), (1, 2))
-        by_block = n.reshape(of_blocks, (0, g.layout.block_entries))
-        return seen, self._put_larger(arenas.score, by_block, blocks.valid, blocks.pick)
+        seen = self._put_larger(arenas.seen, by_page, self._step.picked_token_valid, self._step.page_pick)
+        of_blocks = n.reduce_max(n.select(blocks.recorded, weights.blocks, zero), (0, 1, 2))
+        by_block = n.reshape(of_blocks, (-1, g.layout.block_entries))
+        valid = n.gather(blocks.valid, blocks.pick.index)
+        return seen, self._put_larger(arenas.score, by_block, valid, blocks.pick)
 
     def _put_larger(self, arena: T, values: T, valid: T, pick: Pick[T]) -> T:
-        """arena[target] = max(arena[target], values) where valid; values, valid [n, ...] like the arena's rows."""
+        """arena[target] = max(arena[target], picked values) where valid, which is picked already."""
         n = self._l
         old = n.gather(arena, pick.target)
         new = n.maximum(old, n.cast(n.gather(values, pick.index), "fp16"))
-        return n.scatter(arena, n.reshape(pick.target, (-1, 1)), n.select(n.gather(valid, pick.index), new, old))
+        return n.scatter(arena, n.reshape(pick.target, (-1, 1)), n.select(valid, new, old))
 
     def _put_some(self, arena: T, place: T, values: T, pick: Pick[T]) -> T:
         """Scatters picked values; if everything pads, what is there already."""

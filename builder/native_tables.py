@@ -16,6 +16,8 @@ from plugins.layout import BlockLayout
 
 T = TypeVar("T")
 
+NO_LIST = -(1 << 30)  # of an entry that is not filled; no row's list, not even that of a row without a sequence
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -62,13 +64,11 @@ class Pick(Generic[T]):
 class BlockList(Generic[T]):
     """One layer's blocks; `pick.target` is also where they are read.
 
-    head [B] int32.   own [G, B] bool: the block is of that head.   valid [B, E] bool: the entry is filled.
-    mask, recorded [B, 1, R, E] bool: the row sees the entry; and raises its score.
+    valid [B, E] bool: the entry is filled.
+    mask, recorded [G, 1, R, B * E] bool: a row of that head sees the entry; and raises its score.
     """
 
     pick: Pick[T]
-    head: T
-    own: T
     valid: T
     mask: T
     recorded: T
@@ -162,6 +162,12 @@ class StepTables(Generic[T]):
         return self._l.constant(torch.arange(self._g.page_tokens)[None], "int32")
 
     @cached_property
+    def picked_token_valid(self) -> T:
+        """[P, 1, T] bool: `token_valid` in the order of `page_pick`."""
+        picked = self._l.gather(self.token_valid, self.page_pick.index)
+        return self._l.reshape(picked, (0, 1, self._g.page_tokens))
+
+    @cached_property
     def _visible(self) -> tuple[T, T]:
         """Tokens that a row sees: its range [R, 1] each, in the order of all tokens of the step."""
         n, m = self._l, self._math
@@ -227,41 +233,39 @@ class StepTables(Generic[T]):
         return place, n.concat([n.part(keys, 2, 0, 2), n.part(keys, 2, 3, 1)], axis=2)
 
     @cached_property
-    def _block_lists(self) -> tuple[Pick[T], T, T, T]:
-        """Of all layers: the pick, and sequence, head and filled entries of each block [L, B] int32."""
+    def _block_lists(self) -> tuple[Pick[T], T, T]:
+        """Of all layers: the pick; which entries are filled [L, B, E] bool; and the list of each [L, B, E] int32."""
         n, m, heads = self._l, self._math, self._g.kv_heads
         lists = n.add(n.mul(n.reshape(self._sequence, (-1, 1)), m.number(heads, 2)), self._heads)
         lists = n.reshape(lists, (-1,))
         first, last = (n.gather(self._t.block_starts, index, 1) for index in (lists, n.add(lists, m.number(1))))
         owner = m.owner(first, last, n.take(self._t.block_ids, 0, 0))
-        valid = n.both(m.not_negative(owner), m.not_negative(self._t.block_ids))
-        owner = n.maximum(owner, m.number(0, 2))
-        sequence = n.div(owner, m.number(heads, 2))
-        filled = n.select(valid, self._t.block_lens, m.number(0, 2))
-        head = n.sub(owner, n.mul(sequence, m.number(heads, 2)))
-        return m.pick(valid, self._t.block_ids), sequence, head, filled
+        listed = n.both(m.not_negative(owner), m.not_negative(self._t.block_ids))
+        filled = n.reshape(n.select(listed, self._t.block_lens, m.number(0, 2)), (0, -1, 1))
+        entry = n.constant(torch.arange(self._g.layout.block_entries)[None, None], "int32")
+        valid = n.less(entry, filled)
+        owner = n.select(valid, n.reshape(owner, (0, -1, 1)), m.number(NO_LIST, 3))
+        return m.pick(listed, self._t.block_ids), valid, owner
 
     @cached_property
     def _heads(self) -> T:
         """[1, G]: 0, 1, ..."""
         return self._l.constant(torch.arange(self._g.kv_heads)[None], "int32")
 
+    @cached_property
+    def _row_lists(self) -> T:
+        """[G, 1, R, 1] int32: the block list that a row reads for a head."""
+        n, heads = self._l, self._g.kv_heads
+        first = n.mul(n.reshape(self._rows[0], (1, 1, -1, 1)), self._math.number(heads, 4))
+        return n.add(first, n.reshape(self._heads, (heads, 1, 1, 1)))
+
     def blocks(self, layer: int) -> BlockList[T]:
         """The block list of one layer."""
-        n, entries = self._l, self._g.layout.block_entries
-        picks, *rest = self._block_lists
-        sequence, head, filled = (n.take(x, 0, layer) for x in rest)
-        valid = n.less(n.constant(torch.arange(entries)[None], "int32"), n.reshape(filled, (-1, 1)))
-        same = n.equal(n.reshape(self._rows[0], (1, 1, -1, 1)), n.reshape(sequence, (-1, 1, 1, 1)))
-        mask = n.both(same, n.reshape(valid, (0, 1, 1, entries)))
-        return BlockList(
-            pick=_row_of(n, picks, layer),
-            head=head,
-            own=n.equal(n.reshape(head, (1, -1)), n.reshape(self._heads, (-1, 1))),
-            valid=valid,
-            mask=mask,
-            recorded=n.both(mask, n.reshape(self._t.record, (1, 1, -1, 1))),
-        )
+        n = self._l
+        picks, valid, owner = self._block_lists
+        mask = n.equal(self._row_lists, n.reshape(n.take(owner, 0, layer), (1, 1, 1, -1)))
+        recorded = n.both(mask, n.reshape(self._t.record, (1, 1, -1, 1)))
+        return BlockList(_row_of(n, picks, layer), n.take(valid, 0, layer), mask, recorded)
 
 
 def _row_of(layers: Layers[T], picks: Pick[T], layer: int) -> Pick[T]:

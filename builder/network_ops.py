@@ -70,8 +70,9 @@ def rotate(layers: Layers[T], x: T, rotary: Rotary[T]) -> T:
     """x [R, heads, D] model: channel i turns with i + D / 2 by the row's angles, in fp32."""
     n = layers
     cos, sin = (n.reshape(table, (0, 1, -1)) for table in rotary)
-    half = n.last_size(x) // 2
-    first, second = (n.cast(n.part(x, 2, at, half), "real") for at in (0, half))
+    heads, half = n.size(x, 1), n.size(x, 2) // 2
+    halves = n.reshape(n.cast(x, "real"), (0, heads, 2, half))
+    first, second = (n.take(halves, 2, i) for i in range(2))
     turned = (n.sub(n.mul(first, cos), n.mul(second, sin)), n.add(n.mul(second, cos), n.mul(first, sin)))
     return n.cast(n.concat(turned, axis=2), "model")
 
@@ -116,7 +117,7 @@ class NetworkOps(Generic[T]):
     def rms_norm(self, x: T, weight: str) -> T:
         n, rank = self._l, self._l.rank(x)
         wide = n.cast(x, "real")
-        mean = n.mul(n.reduce_sum(n.mul(wide, wide), (rank - 1,)), self._real(1.0 / n.last_size(x), rank))
+        mean = n.mul(n.reduce_sum(n.mul(wide, wide), (rank - 1,)), self._real(1.0 / n.size(x, rank - 1), rank))
         root = n.sqrt(n.add(mean, self._real(self._spec.rms_eps, rank)))
         scale = n.constant(self._weights[weight].view(*(1,) * (rank - 1), -1), "real")
         return n.cast(n.mul(n.div(wide, root), scale), "model")
@@ -130,7 +131,8 @@ class NetworkOps(Generic[T]):
 
     def gated_silu(self, gate_up: T) -> T:
         n, size = self._l, self._spec.ffn_size
-        gate, up = (n.cast(n.part(gate_up, 1, at, size), "real") for at in (0, size))
+        halves = n.reshape(n.cast(gate_up, "real"), (0, 2, size))
+        gate, up = (n.take(halves, 1, i) for i in range(2))
         return n.cast(n.mul(n.mul(gate, n.sigmoid(gate)), up), "model")
 
     def split_heads(self, qkv: T) -> tuple[T, T, T]:

@@ -35,6 +35,10 @@ class TrtLayers:
         self._kept: list[torch.Tensor] = []
         self._small: dict[tuple[Kind, tuple[int, ...], tuple[float, ...]], trt.ITensor] = {}
 
+    def release(self) -> None:
+        """The engine is built: constants may go."""
+        self._kept.clear()
+
     def constant(self, values: torch.Tensor, kind: Kind) -> trt.ITensor:
         if values.numel() > SMALL:
             return self._add_constant(values, kind)
@@ -52,9 +56,9 @@ class TrtLayers:
     def rank(self, x: trt.ITensor) -> int:
         return len(x.shape)
 
-    def last_size(self, x: trt.ITensor) -> int:
-        size = int(x.shape[-1])
-        assert size > 0, f"{x.name}: the last size changes from step to step"
+    def size(self, x: trt.ITensor, axis: int) -> int:
+        size = int(x.shape[axis])
+        assert size > 0, f"{x.name}: size {axis} changes from step to step"
         return size
 
     def cast(self, x: trt.ITensor, kind: Kind) -> trt.ITensor:
@@ -73,30 +77,8 @@ class TrtLayers:
         return layer.get_output(0)
 
     def part(self, x: trt.ITensor, axis: int, start: int, size: int) -> trt.ITensor:
-        rank = len(x.shape)
-        starts = [start if i == axis else 0 for i in range(rank)]
-        sizes = [size if i == axis else max(length, 0) for i, length in enumerate(x.shape)]
-        layer = self._network.add_slice(x, starts, sizes, [1] * rank)
-        if any(length < 0 for i, length in enumerate(x.shape) if i != axis):
-            layer.set_input(2, self._sizes_with(x, axis, size))
-        return layer.get_output(0)
-
-    def _sizes_with(self, x: trt.ITensor, axis: int, size: int) -> trt.ITensor:
-        """The shape of x as a tensor, with `size` along `axis`."""
-        shape = self._network.add_shape(x).get_output(0)
-        rank = len(x.shape)
-        parts = [self._shape_constant([size])]
-        if axis > 0:
-            parts.insert(0, self._network.add_slice(shape, [0], [axis], [1]).get_output(0))
-        if axis + 1 < rank:
-            parts.append(self._network.add_slice(shape, [axis + 1], [rank - axis - 1], [1]).get_output(0))
-        return self._network.add_concatenation(parts).get_output(0)
-
-    def _shape_constant(self, sizes: Sequence[int]) -> trt.ITensor:
-        data = torch.tensor(sizes, dtype=torch.int64)
-        self._kept.append(data)
-        weights = self._trt.Weights(self._trt.DataType.INT64, data.data_ptr(), data.numel())
-        return self._network.add_constant((len(sizes),), weights).get_output(0)
+        """By a list of indices: a slice would need the sizes of the other axes as tensors, four layers more."""
+        return self.gather(x, self.constant(torch.arange(start, start + size), "int32"), axis)
 
     def take(self, x: trt.ITensor, axis: int, index: int) -> trt.ITensor:
         return self.gather(x, self.constant(torch.tensor(index), "int32"), axis)

@@ -42,7 +42,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal
 
-from plugins.layout import BlockLayout
+from plugins.layout import BlockFormat, BlockLayout
 from runtime.config import EngineLimits, ModelSpec
 from runtime.errors import ConfigError
 
@@ -84,7 +84,7 @@ class StepLimits:
     """
 
     max_step_tokens: int
-    block_format: str
+    block_format: BlockFormat
     max_tile_words: int
 
 
@@ -118,7 +118,7 @@ class EngineInterface:
 
 def make_interface(spec: ModelSpec, limits: EngineLimits, step: StepLimits) -> EngineInterface:
     """Raises ConfigError where a limit makes a table or an arena too large to be counted in 31 bits."""
-    layout = BlockLayout(step.block_format, limits.block_entries, spec.head_dim)  # type: ignore[arg-type]
+    layout = BlockLayout(step.block_format, limits.block_entries, spec.head_dim)
     block_words = layout.block_bytes // WORD_BYTES
     dims = _dims(spec, limits, step, block_words)
     by_name = {dim.name: dim for dim in dims}

@@ -57,3 +57,7 @@ class DeviceError(CommitKVError):
 
 class TableError(CommitKVError):
     """A table whose ids or lengths lie outside the arenas; nothing was launched."""
+
+
+class BuildError(CommitKVError):
+    """TensorRT built no engine from a network that should have given one."""

@@ -2,7 +2,8 @@
 
 Files inside an engine directory:
     manifest.json          this record, as JSON
-    weights.safetensors    fused weights, named as in `builder.model.weight_recipes`
+    weights.safetensors    for the CPU: fused weights, named as in `builder.model.weight_recipes`
+    engine.plan            for TensorRT instead: the built engine, weights included
     tokenizer.json         Hugging Face `tokenizers` form
     chat_template.jinja    only when the model has a chat template
 Nothing else belongs there. Every file but the manifest is listed in it with its size and SHA-256.
@@ -20,12 +21,14 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from runtime.config import EngineLimits, ModelSpec
+from runtime.engine_interface import StepLimits, make_interface
 from runtime.errors import CommitKVError, ManifestError
 
 FORMAT_VERSION = 1
 COMMITKV_VERSION = "0.1.0"
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.safetensors"
+PLAN_FILE = "engine.plan"
 TOKENIZER_FILE = "tokenizer.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 
@@ -65,8 +68,25 @@ class TokenInfo:
 
 
 @dataclass(frozen=True)
+class TrtFacts:
+    """What a TensorRT engine fits to.
+
+    sm: of the GPU, 10 * major + minor.   package, version: whose TensorRT reads the plan.
+    form: of the operations on the KV arenas.
+    interface_sha256: of the `EngineInterface` that model, limits and step give.
+    """
+
+    sm: int
+    package: Literal["tensorrt", "tensorrt_rtx"]
+    version: str
+    form: Literal["plugin", "native"]
+    step: StepLimits
+    interface_sha256: str
+
+
+@dataclass(frozen=True)
 class Manifest:
-    """built_at: UTC, ISO 8601. versions: (package, version) pairs of what built it."""
+    """built_at: UTC, ISO 8601. versions: (package, version) pairs of what built it. trt: None for the CPU."""
 
     target: Literal["cpu", "trt", "trt-rtx"]
     model: ModelSpec
@@ -77,6 +97,7 @@ class Manifest:
     versions: tuple[tuple[str, str], ...]
     built_at: str
     format_version: int = FORMAT_VERSION
+    trt: TrtFacts | None = None
 
     def has_file(self, name: str) -> bool:
         return any(file.name == name for file in self.files)
@@ -95,15 +116,18 @@ def file_sha256(path: Path) -> str:
 
 def write(manifest: Manifest, engine_dir: Path) -> None:
     """Write `manifest.json`; the caller makes the directory appear atomically."""
-    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
+    record = dataclasses.asdict(manifest)
+    if manifest.trt is None:
+        del record["trt"]
+    text = json.dumps(record, indent=2, ensure_ascii=False)
     (engine_dir / MANIFEST_FILE).write_text(text + "\n", encoding="utf-8")
 
 
-def load(engine_dir: Path, *, target: str | None = None, verify: bool = True) -> Manifest:
+def load(engine_dir: Path, *, target: str | None = None, sm: int | None = None, verify: bool = True) -> Manifest:
     """Read and check an engine directory.
 
-    target: what the caller can run; None takes any. verify: also compare every file's SHA-256, not only its size.
-    Raises ManifestError with the reason.
+    target: what the caller can run; None takes any.   sm: of its GPU, 10 * major + minor; None takes any.
+    verify: also compare every file's SHA-256, not only its size. Raises ManifestError with the reason.
     """
     path = engine_dir / MANIFEST_FILE
     if not engine_dir.is_dir():
@@ -116,6 +140,7 @@ def load(engine_dir: Path, *, target: str | None = None, verify: bool = True) ->
             f"engine: {engine_dir} was built for {manifest.target}, expected {target}; "
             f"build it with --target {target} or start the runtime for {manifest.target}"
         )
+    _check_trt(manifest, engine_dir, sm)
     _check_files(manifest, engine_dir, verify)
     return manifest
 
@@ -138,9 +163,34 @@ def _parse(path: Path) -> Manifest:
         raise ManifestError(f"{path}: {error}; {REBUILD}") from error
 
 
+def _check_trt(manifest: Manifest, engine_dir: Path, sm: int | None) -> None:
+    facts = manifest.trt
+    if (facts is None) != (manifest.target == "cpu"):
+        raise ManifestError(
+            f"engine: the manifest of {engine_dir} is for {manifest.target} and has {'no' if facts is None else 'a'} "
+            f"record of TensorRT; {REBUILD}"
+        )
+    if facts is None:
+        return
+    try:
+        expected = make_interface(manifest.model, manifest.limits, facts.step).sha256()
+    except CommitKVError as error:
+        raise ManifestError(f"engine: {engine_dir}: {error}; {REBUILD}") from error
+    if facts.interface_sha256 != expected:
+        raise ManifestError(
+            f"engine: {engine_dir} has inputs and outputs {facts.interface_sha256[:16]}…, expected {expected[:16]}…, "
+            f"those of this version of CommitKV for its limits; {REBUILD}"
+        )
+    if sm is not None and facts.sm != sm:
+        raise ManifestError(
+            f"engine: {engine_dir} was built for SM {facts.sm}, expected {sm}, that of this GPU; "
+            f"build it with --sm {sm}"
+        )
+
+
 def _check_files(manifest: Manifest, engine_dir: Path, verify: bool) -> None:
     names = [file.name for file in manifest.files]
-    for needed in (WEIGHTS_FILE, TOKENIZER_FILE):
+    for needed in (WEIGHTS_FILE if manifest.target == "cpu" else PLAN_FILE, TOKENIZER_FILE):
         if needed not in names:
             raise ManifestError(f"engine: the manifest of {engine_dir} lists no {needed}; {REBUILD}")
     for file in manifest.files:
@@ -164,6 +214,8 @@ def _record(kind: type[R], data: Any, where: str) -> R:
         raise ManifestError(f"{where}: got {type(data).__name__}, expected an object")
     hints = get_type_hints(kind)
     fields = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if kind is Manifest:
+        data = {"trt": None, **data}  # not written for the CPU
     if set(data) != fields:
         wrong = sorted(set(data) ^ fields)
         raise ManifestError(f"{where}: missing or unknown fields {', '.join(wrong)}")
