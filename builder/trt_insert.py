@@ -18,6 +18,7 @@ from builder.onnx_nodes import BFLOAT16, BOOL, FLOAT, FLOAT16, INT32, INT64, Con
 from plugins.append.plugin import append_fields
 from plugins.attend.plugin import attend_fields, kv_shape
 from plugins.attend.tile_words import StepKernels, most_step_words
+from plugins.commit.plugin import check_commit
 from plugins.compile import compile_cubin
 from plugins.errors import PluginError, UnsupportedShapeError, UnsupportedSmError
 from plugins.layout import BlockFormat
@@ -56,6 +57,7 @@ def plugin_step(
     shape = EngineShape(spec, limits, StepLimits(max_step_tokens, block_format, max_tile_words=1))
     with _as_config_errors():
         fields = base_fields(shape, sm)
+        check_commit(fields)  # which is no part of the plan, but of every engine
         kernels = StepKernels.of(kv_shape(fields), fields.sm)
         words = most_step_words(kernels, spec.num_kv_heads, limits.max_batch_size, max_step_tokens)
     return dataclasses.replace(shape.step, max_tile_words=words)

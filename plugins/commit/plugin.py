@@ -90,11 +90,22 @@ def commit_fields(
     base: PluginFields, num_layers: int, max_row_blocks: int, gate: float | None, compile_cubin: CompileCubin
 ) -> CommitFields:
     """Attributes of the plugin, its kernel compiled. Raises UnsupportedShapeError and compile errors."""
-    cubin = compile_cubin(commit_kernel(base.page, base.block, base.element_type), base.sm)
-    more = {"num_layers": num_layers, "max_row_blocks": max_row_blocks, "commit_cubin": cubin}
-    fields = CommitFields.extend(base, gate=NO_GATE if gate is None else gate, **more)
-    fields.plan(num_staged=1, num_multiprocessors=1)  # a block that does not fit shared memory is refused here
-    return fields
+    kernel = check_commit(base)
+    return CommitFields.extend(
+        base,
+        num_layers=num_layers,
+        max_row_blocks=max_row_blocks,
+        gate=NO_GATE if gate is None else gate,
+        commit_cubin=compile_cubin(kernel, base.sm),
+    )
+
+
+def check_commit(base: PluginFields) -> Kernel:
+    """The kernel of commits. Raises UnsupportedShapeError for blocks that do not fit it or its shared memory."""
+    kernel = commit_kernel(base.page, base.block, base.element_type)
+    smallest = CommitSizes(1, 1, 1, 1, 1, SHARED_BYTES[base.sm])
+    plan_commit(base.block, smallest, num_multiprocessors=1)
+    return kernel
 
 
 class CommitPlugin(TrtPlugin[CommitFields]):

@@ -29,7 +29,7 @@ NEEDED = ("tensorrt_rtx", "tensorrt_rtx_libs", "cuda.bindings")
 STEP_NETWORK = "llama:bf16:120"
 ALONE = ("score:bf16:120", "commit:bf16:120")
 REFUSED = ("other_element:bf16:120", "other_heads:bf16:120", "other_pages:bf16:120", "not_aliased:bf16:120")
-FAMILIES = ("mistral:fp16:89", "qwen2:bf16:120", "qwen3:fp16:80", "smollm2:fp16:120")
+FAMILIES = ("mistral:bf16:120", "qwen2:bf16:120", "qwen3:fp16:80", "smollm2:bf16:120")
 SPEC = ModelSpec("llama", 2, 128, 256, 4, 2, 64, 256, 1e-5, RopeSpec(10000.0), 512, True)
 LIMITS = EngineLimits("bf16", "bf16", max_batch_size=4, max_seq_len=512)
 
