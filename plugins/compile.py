@@ -50,7 +50,7 @@ def compile_cubin(kernel: Kernel, sm: str, extra_options: tuple[str, ...] = (), 
     """
     if sm not in SMS:
         raise UnsupportedSmError(f"sm: got {sm!r}, expected one of {', '.join(SMS)}")
-    nvrtc, include = _nvrtc(), _include_folder()
+    nvrtc, include = _nvrtc(), include_folder()
     options = (
         f"--gpu-architecture={sm}",
         *OPTIONS,
@@ -101,7 +101,7 @@ def _nvrtc() -> Any:
         raise MissingPackageError(f"compiling kernels needs NVRTC ({error}); {INSTALL}") from error
 
 
-def _include_folder() -> Path:
+def include_folder() -> Path:
     """Where cuda_fp16.h is: the folder that the nvidia-cuda-runtime wheel brings."""
     for path in _wheel_folders():
         if (path / "include" / "cuda_fp16.h").exists():

@@ -31,15 +31,17 @@ SHARED_GRANULE = 128
 # Threads and blocks of a multiprocessor (CUDA C++ programming guide, technical specifications per compute capability).
 MAX_THREADS = {"sm_80": 2048, "sm_89": 1536, "sm_90a": 2048, "sm_120": 1536}
 MAX_BLOCKS = {"sm_80": 32, "sm_89": 24, "sm_90a": 32, "sm_120": 24}
-# A commit that these tables describe: 8192 staged tokens of a model of 32 layers and 8 KV heads, half of them dropped.
-COMMIT_SIZES = {"rows": 256, "moving": 8192, "below": 4096, "old_blocks": 128, "dissolved_blocks": 32}
+BULK_SMS = ("sm_90a", "sm_120")
+OTHER_SMS = ("sm_80", "sm_89")
+# The commit that these tables describe: 32 layers of 8 KV heads, 160 staged tokens or so, half of them below the line.
+COMMIT_SIZES = {"rows": 256, "moving": 320, "below": 96, "old_blocks": 64, "dissolved_blocks": 2}
 
 
 @dataclass(frozen=True)
 class Plan:
     """Of one entry: threads of a block, registers of a thread at most, blocks of a multiprocessor at least.
 
-    head_dim: that the plan is for; None: any.
+    head_dim: that the plan is for; None: any. sms: likewise.
     """
 
     op: str
@@ -48,16 +50,18 @@ class Plan:
     threads: int
     registers: int
     blocks: int
+    sms: tuple[str, ...] = SMS
 
 
 PLANS = (
     Plan("append", "append_rows", None, threads=256, registers=64, blocks=4),
-    Plan("attend", "attend_tiles", 64, threads=160, registers=136, blocks=3),
-    Plan("attend", "attend_tiles", 128, threads=160, registers=200, blocks=2),
+    Plan("attend", "attend_tiles", 64, threads=160, registers=128, blocks=3),
+    Plan("attend", "attend_tiles", 128, threads=160, registers=168, blocks=2),
     Plan("attend", "attend_combine", None, threads=128, registers=128, blocks=4),
-    Plan("score", "score_tiles", 64, threads=160, registers=136, blocks=3),
-    Plan("score", "score_tiles", 128, threads=160, registers=200, blocks=2),
-    Plan("commit", "commit_rows", None, threads=256, registers=255, blocks=1),
+    Plan("score", "score_tiles", 64, threads=160, registers=128, blocks=3),
+    Plan("score", "score_tiles", 128, threads=160, registers=168, blocks=2),
+    Plan("commit", "commit_rows", None, threads=256, registers=128, blocks=2, sms=BULK_SMS),
+    Plan("commit", "commit_rows", None, threads=256, registers=255, blocks=1, sms=OTHER_SMS),
 )
 
 
@@ -111,8 +115,10 @@ def planned_entries(sm: str, geometry: Geometry) -> Iterator[PlannedEntry]:
     shape = KvShape(geometry.page, geometry.block, geometry.element, 1)
 
     def entry(kernel: Kernel, name: str, shared_bytes: int, blocks: int | None = None) -> PlannedEntry:
-        plan = plan_of(kernel.op, name, geometry.head_dim)
-        return PlannedEntry(sm, geometry, kernel, plan, shared_bytes, plan.blocks if blocks is None else blocks)
+        plan = plan_of(sm, kernel.op, name, geometry.head_dim)
+        return PlannedEntry(
+            sm, geometry, kernel, plan, shared_bytes, plan.blocks if blocks is None else min(blocks, plan.blocks)
+        )
 
     yield entry(append_kernel(geometry.page, geometry.element), "append_rows", 0)
     for rows in (DECODE_ROWS, CHUNK_ROWS):
@@ -124,11 +130,16 @@ def planned_entries(sm: str, geometry: Geometry) -> Iterator[PlannedEntry]:
     sizes = CommitSizes(**COMMIT_SIZES, shared_bytes=COMMIT_SHARED_BYTES[sm])
     commit = plan_commit(geometry.block, sizes, 1)
     kernel = commit_kernel(geometry.page, geometry.block, geometry.element)
-    yield entry(kernel, "commit_rows", commit.launch.shared_bytes)
+    yield entry(kernel, "commit_rows", commit.launch.shared_bytes, commit.launch.grid)
 
 
-def plan_of(op: str, entry: str, head_dim: int) -> Plan:
-    (plan,) = (p for p in PLANS if (p.op, p.entry) == (op, entry) and p.head_dim in (None, head_dim))
+def plan_of(sm: str, op: str, entry: str, head_dim: int) -> Plan:
+    """The one row of PLANS for an entry."""
+    (plan,) = (
+        plan
+        for plan in PLANS
+        if (plan.op, plan.entry) == (op, entry) and plan.head_dim in (None, head_dim) and sm in plan.sms
+    )
     return plan
 
 
@@ -180,7 +191,7 @@ def resident_blocks(sm: str, threads: int, registers: int, shared_bytes: int) ->
     registers: of a thread. shared_bytes: dynamic; every block costs RESERVED_BYTES more.
     """
     warp_registers = -(-registers * 32 // REGISTER_GRANULE) * REGISTER_GRANULE
-    # Each of the four parts of a multiprocessor holds whole warps.
+    # Each of the four parts of a multiprocessor holds whole warps: five warps a block use them unevenly.
     warps = REGISTERS // 4 // warp_registers * 4
     shared = -(-(shared_bytes + RESERVED_BYTES) // SHARED_GRANULE) * SHARED_GRANULE
     limits = {
