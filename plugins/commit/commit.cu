@@ -161,7 +161,8 @@ HW_DEVICE void move_tokens(const Row &row) {
 
 }  // namespace commit
 
-HW_KERNEL(commit_rows, commit::CommitParams, commit::THREADS, 2) {
+// Copies lane by lane (no bulk unit) take more registers, and those GPUs have less shared memory.
+HW_KERNEL(commit_rows, commit::CommitParams, commit::THREADS, hw::COPY_ARRIVALS == 1 ? 2 : 1) {
   using namespace commit;
   HW_CHECK(num_threads() == THREADS && p.num_stages <= MAX_STAGES, "commit: launched with other threads or stages");
   const Barriers bars = barriers(p.at_barriers, BARRIERS);

@@ -25,40 +25,62 @@ HW_DEVICE Best smaller(Best a, Best b) {
   return second ? b : a;
 }
 
-// Queries [first, first + 16) of `rows`, the first of which lies in row `base` of their room; zero behind the last.
-template <bool CUT>
-HW_DEVICE void load_queries(const KeyViews &v, int base, int first, int rows, QueryFragments &f) {
-  const int row = base + min_of(first + lane() % 16, rows - 1), column = lane() / 16 * 8;
-  const Shared<Half> queries = v.queries.cast<Half>();
-#pragma unroll
-  for (int k = 0; k < K_STEPS; ++k) {
-    const Vec<uint32_t, 4> m = ldmatrix_x4(queries, row * HEAD_DIM + k * 16 + column);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) f.a[k].r[i] = !CUT || first + lane() / 4 + i % 2 * 8 < rows ? m[i] : 0u;
-  }
+// Queries [first, first + 16), channels [16 k, 16 k + 16).
+HW_DEVICE FragmentA load_query(const KeyViews &v, int first, int k) {
+  const int row = first + lane() % 16, column = k * 16 + lane() / 16 * 8;
+  const Vec<uint32_t, 4> m = ldmatrix_x4(v.queries.cast<Half>(), row * HEAD_DIM + column);
+  return {{m[0], m[1], m[2], m[3]}};
+}
+
+// The same of their lower halves; zero for those that have none.
+HW_DEVICE FragmentA load_low_query(const Row &row, const KeyViews &v, const Slab &slab, int first, int k) {
+  const int at = low_row(row, slab, min_of(first + lane() % 16, slab.coded - 1));
+  const Vec<uint32_t, 4> m = ldmatrix_x4(v.queries.cast<Half>(), at * HEAD_DIM + k * 16 + lane() / 16 * 8);
+  const bool above = first + lane() / 4 < slab.coded, under = first + lane() / 4 + 8 < slab.coded;
+  return {{above ? m[0] : 0u, under ? m[1] : 0u, above ? m[2] : 0u, under ? m[3] : 0u}};
+}
+
+// Candidates [first, first + 8) of a tile's high or low halves, channels [16 k, 16 k + 32).
+HW_DEVICE Vec<uint32_t, 4> load_candidates(Shared<Half> tile, int first, int k) {
+  return ldmatrix_x4(tile, (first + lane() % 8) * PADDED + k * 16 + lane() / 8 * 8);
 }
 
 // c += queries x candidates [first, first + 8) of a tile's high or low halves.
 HW_DEVICE void multiply(FragmentC &c, const QueryFragments &f, Shared<Half> tile, int first) {
-  const int at = (first + lane() % 8) * PADDED + lane() / 8 * 8;
 #pragma unroll
   for (int k = 0; k < K_STEPS; k += 2) {
-    const Vec<uint32_t, 4> m = ldmatrix_x4(tile, at + k * 16);
+    const Vec<uint32_t, 4> m = load_candidates(tile, first, k);
     mma(c, f.a[k], FragmentB{{m[0], m[1]}});
     mma(c, f.a[k + 1], FragmentB{{m[2], m[3]}});
   }
 }
 
-// Smallest |c|^2 - 2 k.c over the tile for rows g and g + 8 of the 16 queries; the same in the four lanes of a g.
-template <bool QUERY_SPLIT>
-HW_DEVICE void search_tile(const KeyViews &v, int count, bool tile_split, const QueryFragments &high,
-                           const QueryFragments &low, Best (&best)[2]) {
+// c += lower halves of queries [query, query + 16) x candidates [first, first + 8) of a tile. Their fragments are loaded
+// for every 8 candidates: few queries come from dissolved blocks, and registers are dear.
+HW_DEVICE void multiply_low(const Row &row, const KeyViews &v, const Slab &slab, FragmentC &c, int query, int first) {
+#pragma unroll 1
+  for (int k = 0; k < K_STEPS; k += 2) {
+    const Vec<uint32_t, 4> m = load_candidates(v.high, first, k);
+    mma(c, load_low_query(row, v, slab, query, k), FragmentB{{m[0], m[1]}});
+    mma(c, load_low_query(row, v, slab, query, k + 1), FragmentB{{m[2], m[3]}});
+  }
+}
+
+// Smallest |c|^2 - 2 k.c over the tile for rows g and g + 8 of queries [query, query + 16); the same in the four lanes of
+// a g.
+HW_DEVICE void search_tile(const Row &row, const KeyViews &v, const Slab &slab, const Tile &tile, int query,
+                           Best (&best)[2]) {
+  const bool tile_split = QUANTIZED && (!tile.is_new || tile.first < row.kept_coded);
+  const bool query_split = QUANTIZED && query < slab.coded;
+  QueryFragments queries;
+#pragma unroll
+  for (int k = 0; k < K_STEPS; ++k) queries.a[k] = load_query(v, query, k);
   best[0] = best[1] = {infinity(), 0};
-  for (int first = 0; first < count; first += 8) {
+  for (int first = 0; first < tile.count; first += 8) {
     FragmentC c = {{0.0f, 0.0f, 0.0f, 0.0f}};
-    multiply(c, high, v.high, first);
-    if (tile_split) multiply(c, high, v.low, first);
-    if (QUERY_SPLIT) multiply(c, low, v.high, first);
+    multiply(c, queries, v.high, first);
+    if (tile_split) multiply(c, queries, v.low, first);
+    if (query_split) multiply_low(row, v, slab, c, query, first);
     const int column = first + lane() % 4 * 2;
     const Vec<float, 2> squares = v.squares.load_as<Vec<float, 2>>(column);
 #pragma unroll
@@ -117,17 +139,9 @@ HW_DEVICE void update_nearest(const Row &row, const KeyViews &v, const Slab &sla
 
 // All queries of the slab against one tile that has been opened. All warps; each takes 16 queries at a time.
 HW_DEVICE void search(const Row &row, const KeyViews &v, const Slab &slab, const Tile &tile) {
-  const bool tile_split = QUANTIZED && (!tile.is_new || tile.first < row.kept_coded);
   for (int first = warp() * 16; first < slab.count; first += WARPS * 16) {
-    QueryFragments high, low;
     Best found[2];
-    load_queries<false>(v, 0, first, row.p.query_rows, high);
-    if (QUANTIZED && first < slab.coded) {
-      load_queries<true>(v, low_row(row, slab, 0), first, slab.coded, low);
-      search_tile<true>(v, tile.count, tile_split, high, low, found);
-    } else {
-      search_tile<false>(v, tile.count, tile_split, high, high, found);
-    }
+    search_tile(row, v, slab, tile, first, found);
     update_nearest(row, v, slab, tile, first, found);
   }
 }
