@@ -36,16 +36,17 @@ from builder.engine_writer import (  # noqa: E402
     weights_writer,
     write_engine,
 )
+from builder.lower_trt import EngineShape, PluginInsert  # noqa: E402
 from builder.plan_report import memory_report, parse_bytes  # noqa: E402
+from builder.trt_api import PACKAGES, check_sm, load_builder  # noqa: E402
 from builder.trt_api import Builder as TrtBuilder  # noqa: E402
-from builder.trt_api import load_builder  # noqa: E402
-from builder.trt_engine import check_limits, make_shape, native_step, plan_writer, trt_facts  # noqa: E402
+from builder.trt_engine import block_format_of, check_limits, native_shape, plan_writer, trt_facts  # noqa: E402
 from builder.trt_engine import default_dtype as gpu_dtype  # noqa: E402
 from builder.weights.checkpoint import Checkpoint, parse_tokenizer  # noqa: E402
 from builder.weights.detect import read_checkpoint  # noqa: E402
 from plugins.linear.native import runs_bf16  # noqa: E402
 from runtime import manifest  # noqa: E402
-from runtime.config import DTYPE_BYTES, DType, EngineLimits, RuntimeConfig, WeightDType  # noqa: E402
+from runtime.config import DTYPE_BYTES, DType, EngineLimits, ModelSpec, RuntimeConfig, WeightDType  # noqa: E402
 from runtime.errors import CheckpointError, CommitKVError, ConfigError, ManifestError  # noqa: E402
 from runtime.manifest import EngineFile, Manifest, SourceModel, TokenInfo, TrtFacts  # noqa: E402
 from runtime.policy.policy_file import POLICY_FILE, is_policy_file, load_policy, read_policy_file  # noqa: E402
@@ -211,9 +212,29 @@ def make_content(
     """What writes the engine's weights or plan, and what the manifest says of TensorRT. builder: None for the CPU."""
     if builder is None:
         return weights_writer(checkpoint, WeightForm(limits.dtype, limits.weight_dtype == "int8")), None
-    check_limits(limits, builder.sm)
-    shape = make_shape(checkpoint.spec, limits, native_step(checkpoint.spec, limits, args.max_step_tokens))
-    return plan_writer(builder, shape, checkpoint), trt_facts(builder, shape)
+    shape = make_shape(args, checkpoint.spec, limits, builder.sm)
+    if args.target == "trt-rtx":
+        return plan_writer(builder, shape, checkpoint), trt_facts(builder, shape)
+
+    def make_insert() -> PluginInsert:
+        from builder.trt_insert import plugin_insert  # compiles kernels: only where they are needed
+
+        return plugin_insert(builder.api, shape, builder.sm)
+
+    return plan_writer(builder, shape, checkpoint, make_insert), trt_facts(builder, shape)
+
+
+def make_shape(args: argparse.Namespace, spec: ModelSpec, limits: EngineLimits, sm: int) -> EngineShape:
+    """Shape of a GPU engine; ConfigError for what its form does not run."""
+    check_limits(limits, sm)
+    if args.target == "trt-rtx":
+        return native_shape(spec, limits, args.max_step_tokens)
+    from builder.trt_insert import plugin_step
+
+    step = plugin_step(spec, limits, args.max_step_tokens, block_format_of(spec, limits), sm)
+    shape = EngineShape(spec, limits, step)
+    shape.interface.sha256()  # counts every table
+    return shape
 
 
 def read_policy(text: str) -> str | None:
@@ -238,7 +259,8 @@ def build(args: argparse.Namespace) -> None:
     check_tensors(checkpoint)
     if args.dry_run:
         if args.target != "cpu":
-            check_limits(limits, args.sm)
+            sm = check_sm(args.target, args.sm) if args.sm is not None else PACKAGES[args.target].sms[-1]
+            make_shape(args, checkpoint.spec, limits, sm)
         print(memory_report(checkpoint.spec, limits, kv_memory_bytes))
         return
     name = ENGINE_NAME if args.model is None else checkpoint.spec.name

@@ -44,6 +44,21 @@ class TrtModule(Protocol):
     ILogger: type[trt.ILogger]
     Weights: type[trt.Weights]
 
+    # What plugins take besides (`builder.trt_insert`).
+    DimsExprs: type[trt.DimsExprs]
+    IPluginV3: type[trt.IPluginV3]
+    IPluginV3OneCore: type[trt.IPluginV3OneCore]
+    IPluginV3OneBuildV2: type[trt.IPluginV3OneBuildV2]
+    IPluginV3OneRuntime: type[trt.IPluginV3OneRuntime]
+    IPluginCreatorV3One: type[trt.IPluginCreatorV3One]
+    PluginField: type[trt.PluginField]
+    PluginFieldCollection: type[trt.PluginFieldCollection]
+    PluginFieldType: type[trt.PluginFieldType]
+    TensorFormat: type[trt.TensorFormat]
+    TensorRTPhase: type[trt.TensorRTPhase]
+
+    def get_plugin_registry(self) -> trt.IPluginRegistry: ...
+
 
 @dataclass(frozen=True)
 class TrtPackage:
@@ -68,8 +83,8 @@ PACKAGES: dict[TrtTarget, TrtPackage] = {
         module="tensorrt",
         distribution="tensorrt-cu13",
         major=11,
-        sms=(80, 86, 89, 90, 120),
-        refusal="the kernels are compiled for no other",
+        sms=(80, 89, 90, 120),
+        refusal="the kernels are compiled for no other; use --target trt-rtx for other RTX cards",
         install="pip install '.[h100]' on the machine with the GPU (the libraries come from NVIDIA's package index), "
         "or build in the image of the Dockerfile",
     ),
@@ -116,7 +131,7 @@ def load_builder(target: TrtTarget, sm: int | None) -> Builder:
     """
     package = PACKAGES[target]
     if sm is not None:
-        _check_sm(package, sm)
+        check_sm(target, sm)
     api = _load_module(package)
     if target == "trt-rtx" and sm is not None:
         return Builder(package, api, sm)
@@ -130,14 +145,16 @@ def load_builder(target: TrtTarget, sm: int | None) -> Builder:
             f"sm: got {sm}, expected {found}, that of the GPU here: {package.module} builds for no other; "
             f"build on a machine with a GPU of SM {sm}"
         )
-    _check_sm(package, found)
-    return Builder(package, api, found)
+    return Builder(package, api, check_sm(target, found))
 
 
-def _check_sm(package: TrtPackage, sm: int) -> None:
+def check_sm(target: TrtTarget, sm: int) -> int:
+    """sm, if the target builds for it; else ConfigError."""
+    package = PACKAGES[target]
     if sm not in package.sms:
         known = ", ".join(map(str, package.sms))
         raise ConfigError(f"sm: got {sm}, expected one of {known} for --target {package.target}: {package.refusal}")
+    return sm
 
 
 def _load_module(package: TrtPackage) -> TrtModule:

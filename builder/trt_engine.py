@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,16 +55,14 @@ def check_limits(limits: EngineLimits, sm: int | None) -> None:
         )
 
 
-def make_shape(spec: ModelSpec, limits: EngineLimits, step: StepLimits) -> EngineShape:
-    """Raises ConfigError where a table, an arena or the native form's logits would be too large to count."""
-    shape = EngineShape(spec, limits, step)
+def native_shape(spec: ModelSpec, limits: EngineLimits, max_step_tokens: int) -> EngineShape:
+    """Of the native form, which reads no tiles.
+
+    Raises ConfigError where a table, an arena or the form's logits would be too large to count.
+    """
+    shape = EngineShape(spec, limits, StepLimits(max_step_tokens, block_format_of(spec, limits), max_tile_words=1))
     _check_native_logits(spec, limits, shape.interface)
     return shape
-
-
-def native_step(spec: ModelSpec, limits: EngineLimits, max_step_tokens: int) -> StepLimits:
-    """Of the native form, which reads no tiles."""
-    return StepLimits(max_step_tokens, block_format_of(spec, limits), max_tile_words=1)
 
 
 def block_format_of(spec: ModelSpec, limits: EngineLimits) -> BlockFormat:
@@ -100,11 +98,12 @@ def trt_facts(builder: Builder, shape: EngineShape) -> TrtFacts:
 
 
 def plan_writer(
-    builder: Builder, shape: EngineShape, checkpoint: Checkpoint, insert: PluginInsert | None = None
+    builder: Builder, shape: EngineShape, checkpoint: Checkpoint, make_insert: Callable[[], PluginInsert] | None = None
 ) -> ContentWriter:
-    """insert: puts in the plugins; None builds the native form."""
+    """make_insert: of what puts in the plugins, called when the plan is built; None builds the native form."""
 
     def write(directory: Path) -> EngineFile:
+        insert = None if make_insert is None else make_insert()
         plan = build_plan(builder, shape, read_weights(checkpoint, shape.limits), insert)
         return write_file(directory / PLAN_FILE, memoryview(plan))
 
