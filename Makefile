@@ -71,10 +71,14 @@ bench: $(ENGINE)/manifest.json  ## attention, decode and prefill beside other en
 eval: $(ENGINE)/manifest.json  ## quality against bytes of every policy, about five minutes
 	$(BIN)/python -m perf.evaluate
 
-gpu:  ## checks that need an NVIDIA GPU
-	@if command -v nvidia-smi >/dev/null 2>&1; \
-	  then echo "gpu: there is no GPU engine yet; builder/build.py --target cpu is what runs"; \
-	  else echo "gpu: no NVIDIA GPU found (nvidia-smi is not on PATH), and there is no GPU engine yet"; fi; exit 2
+gpu:  ## on an NVIDIA GPU: kernels and engine against their references, then timed; without one exit 2
+	@for python in "$(PYTHON)" $(BIN)/python; do \
+	  if "$$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+	    echo "gpu: running with $$python, $$("$$python" -c 'import torch; print("torch", torch.__version__)')"; \
+	    "$$python" tests/gpu/checks.py && exec "$$python" -m perf.kernels; exit $$?; \
+	  fi; \
+	done; \
+	echo "gpu: no NVIDIA GPU here: neither $(PYTHON) nor $(BIN)/python has a torch that sees one; nothing was run"; exit 2
 
 clean:  ## remove what the targets made, except the virtual environment
 	rm -rf engines out .pytest_cache .mypy_cache .ruff_cache .hypothesis

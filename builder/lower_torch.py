@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from builder.model import EMBEDDING, HEAD, DecoderModel, weight_recipes
 from builder.rope import inverse_frequencies, rotary_tables
-from builder.weights.safetensors_files import open_file
 from plugins.linear.cpu import TorchLinear
 from plugins.linear.params import Int8Weight, LinearForm, Product, Weight
 from plugins.pointwise.cpu import TorchPointwise
@@ -203,6 +202,8 @@ class _FileWeights(Mapping[str, torch.Tensor]):
     """Tensors of one safetensors file, mapped, read when asked for."""
 
     def __init__(self, path: Path) -> None:
+        from builder.weights.safetensors_files import open_file  # a bare machine with a GPU has torch only
+
         self._file = open_file(path)
         self._names: tuple[str, ...] = tuple(self._file.keys())
 

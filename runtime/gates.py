@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from plugins.commit.gate import GateWeights
 from runtime.errors import ConfigError
@@ -15,6 +14,8 @@ GATES_DIR = Path(__file__).parent / "policy" / "gates"
 
 def load_gate(file: str, device: torch.device) -> GateWeights:
     """Weights of one scorer, fp32. Raises ConfigError when the file is missing or damaged."""
+    from safetensors.torch import load_file  # not needed where no gate is used, such as a bare machine with a GPU
+
     path = GATES_DIR / file
     try:
         tensors = load_file(path, device=str(device))

@@ -1,53 +1,68 @@
-"""A tiny engine that kernels fit, and conversations that make it commit and probe."""
+"""A tiny model that kernels fit, as a whole engine without files, and conversations that make it commit and probe.
+
+Needs torch only, so that it also runs on a bare machine with a GPU (tests/gpu/checks.py).
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from tiny_engine import save_tiny_model
+import torch
+from simulated_engine import CharTokenizer, PlainChat
 
-from builder.build import main as build
-from runtime.config import RuntimeConfig
+from builder.lower_torch import TorchDecoder
+from builder.model import HEAD, weight_recipes
+from runtime.config import DType, EngineLimits, ModelSpec, RopeSpec, RuntimeConfig
 from runtime.engine import Engine, EngineParts
+from runtime.intake import Intake
+from runtime.kv_manager import KvManager
 from runtime.kv_storage import ArenaPlace, KvStorage
 from runtime.policy.base import Policy, Protection, Schedule
 from runtime.request import ErrorEvent, Request, SamplingParams, TextEvent
 from runtime.step import Executor
 
-HEAD_DIM = 64
+END_TOKEN = 0
+SPEC = ModelSpec("qwen3", 2, 64, 96, 4, 2, 64, 97, 1e-5, RopeSpec(10000.0), 4096, False, qkv_bias=True, qk_norm=True,
+                 eos_token_ids=(END_TOKEN,))  # fmt: skip
 # Small enough that a few turns stage, probe, commit, dissolve and absorb; the second has another block format.
 SCHEDULE = Schedule(min_tokens=40, recent_tokens=16, span_tokens=32, every_steps=4)
 POLICIES = {
-    policy.name: policy
-    for policy in (
-        Policy("tiny-k8v4", budget_ratio=0.5, block_format="k8v4", floor_entries=4, schedule=SCHEDULE,
-               protection=Protection(system_prompt=False)),
-        Policy("tiny-int8", budget_ratio=0.5, block_format="int8", floor_entries=4, schedule=SCHEDULE,
-               protection=Protection(system_prompt=False)),
-    )
+    name: Policy(name, budget_ratio=0.5, block_format=block_format, floor_entries=4, schedule=SCHEDULE,
+                 protection=Protection(system_prompt=False))
+    for name, block_format in (("tiny-k8v4", "k8v4"), ("tiny-int8", "int8"))
 }  # fmt: skip
 CONFIG = RuntimeConfig(kv_memory_bytes=4 << 20, tokens_per_step=64, probe_tokens_per_step=32, num_threads=1)
 TURNS = ("The tide comes in at nine. Remember it.", "Which colour was the boat?", "And when does the tide come in?")
 
 
-def build_kernel_engine(directory: Path, dtype: str, policy: str) -> Path:
-    """Llama of 2 layers, 4 query and 2 KV heads of 64. `policy` must be registered."""
-    model, output = directory / "model", directory / "engine"
-    model.mkdir()
-    save_tiny_model(model, head_dim=HEAD_DIM)
-    arguments = ["--model", str(model), "--output", str(output), "--dtype", dtype, "--policy", policy]
-    assert build([*arguments, "--block-entries", "32"]) == 0
-    return output
+def make_limits(dtype: DType) -> EngineLimits:
+    return EngineLimits(dtype=dtype, kv_dtype=dtype, page_tokens=16, block_entries=64, policy="tiny-k8v4")
 
 
-def make_storage(parts: EngineParts, place: ArenaPlace) -> KvStorage:
-    """What the wiring makes, poisoned or elsewhere."""
-    return KvStorage(parts.spec, parts.limits, parts.manager.num_pages, parts.manager.num_blocks, place)
+@dataclass(frozen=True, eq=False)
+class Model:
+    """What an executor is made of."""
+
+    decoder: TorchDecoder
+    limits: EngineLimits
+    storage: KvStorage
 
 
-def engine_with(parts: EngineParts, executor: Executor) -> Engine:
-    return Engine(dataclasses.replace(parts, executor=executor))
+def make_engine(
+    make_executor: Callable[[Model], Executor], dtype: DType, place: ArenaPlace
+) -> tuple[Engine, KvManager]:
+    """The policies above must be registered. place: of the arenas and the weights."""
+    limits = make_limits(dtype)
+    manager = KvManager(SPEC, limits, CONFIG.kv_memory_bytes)
+    gen = torch.Generator().manual_seed(5)
+    weights = {r.name: torch.randn(r.shape, generator=gen) * 0.2 + 1.5 * r.is_norm for r in weight_recipes(SPEC)}
+    weights[HEAD][END_TOKEN] = 0.0  # never the best of 97
+    decoder = TorchDecoder(SPEC, weights, dtype, str(place.device))
+    storage = KvStorage(SPEC, limits, manager.num_pages, manager.num_blocks, place)
+    executor = make_executor(Model(decoder, limits, storage))
+    intake = Intake(CharTokenizer(), PlainChat(), limits.policy, limits.max_seq_len, CONFIG.max_waiting)  # type: ignore[arg-type]
+    return Engine(EngineParts(SPEC, limits, CONFIG, manager, executor, intake, probe_prompt=(5, 6, 7))), manager
 
 
 def talk(engine: Engine, policies: tuple[str, ...], max_tokens: int = 12) -> list[str]:

@@ -3,28 +3,29 @@ that runs on a card. Answers of whole conversations, with commits and probes, ar
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from kernel_engine import CONFIG, POLICIES, build_kernel_engine, engine_with, make_storage, talk
+from kernel_engine import CONFIG, POLICIES, SPEC, Model, make_engine, make_limits, talk
 
-from builder.lower_torch import load_decoder
 from plugins.emulation.runner import EmulatedRunner
-from runtime import manifest as manifests
-from runtime.config import EngineLimits, ModelSpec, RopeSpec, RuntimeConfig
-from runtime.engine import EngineParts
+from plugins.native_build import find_compiler
+from runtime.config import EngineLimits, ModelSpec, RuntimeConfig
 from runtime.errors import ConfigError, DeviceError, ManifestError
 from runtime.executor_torch import TorchExecutor
 from runtime.gpu import GpuKernels, arena_bytes, check_kernels, gpu_executor
 from runtime.kv_manager import KvManager
 from runtime.kv_storage import ArenaPlace, KvStorage
 from runtime.policy import registry
-from runtime.wiring import load_engine, load_parts
+from runtime.wiring import load_engine
 
 POISON = ArenaPlace(poison=True)
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="the emulation needs a C++ compiler")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,104 +36,103 @@ def small_policies() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_kernel_engine(tmp_path_factory.mktemp("kernels"), "fp16", "tiny-k8v4")
+def on_torch(model: Model) -> TorchExecutor:
+    return TorchExecutor(model.decoder, SPEC, model.limits, model.storage)
 
 
-def load(engine_dir: Path) -> tuple[EngineParts, KvStorage, torch.nn.Module]:
-    """The engine's parts, fresh poisoned storage, and the decoder with torch's forms."""
-    parts = load_parts(engine_dir, CONFIG)
-    decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, parts.spec, parts.limits.dtype)
-    return parts, make_storage(parts, POISON), decoder  # type: ignore[return-value]
-
-
-def test_conversations_on_kernels_answer_as_on_torch(engine_dir: Path) -> None:
-    parts, storage, decoder = load(engine_dir)
-    plain = engine_with(parts, TorchExecutor(decoder, parts.spec, parts.limits, storage))  # type: ignore[arg-type]
-    expected = talk(plain, tuple(POLICIES))
-    parts, storage, decoder = load(engine_dir)
+def on_kernels(model: Model) -> TorchExecutor:
     kernels = GpuKernels(EmulatedRunner(seed=11), "sm_90a")
-    executor = gpu_executor(decoder, parts.spec, parts.limits, storage, kernels)  # type: ignore[arg-type]
-    engine = engine_with(parts, executor)
+    return gpu_executor(model.decoder, SPEC, model.limits, model.storage, kernels)
+
+
+@needs_compiler
+def test_conversations_on_kernels_answer_as_on_torch() -> None:
+    """Two conversations at once, whose blocks have different formats, so that steps run in two groups."""
+    plain, _ = make_engine(on_torch, "fp16", POISON)
+    expected = talk(plain, tuple(POLICIES))
+    engine, manager = make_engine(on_kernels, "fp16", POISON)
     assert talk(engine, tuple(POLICIES)) == expected
     mine, theirs = engine.stats(), plain.stats()
-    assert (mine.commits, mine.probes, mine.dropped, mine.absorbed) == (
-        theirs.commits, theirs.probes, theirs.dropped, theirs.absorbed
-    )  # fmt: skip
+    for name in ("commits", "probes", "dropped", "absorbed", "total_kv_bytes"):
+        assert getattr(mine, name) == getattr(theirs, name), name
     assert mine.commits > 2 and mine.probes > 2 and mine.dropped > 0, "the conversation must exercise commits"
-    assert mine.total_kv_bytes == theirs.total_kv_bytes
-    parts.manager.check_invariants()
+    manager.check_invariants()
 
 
-def test_a_step_needs_one_upload(engine_dir: Path) -> None:
-    parts, storage, decoder = load(engine_dir)
-    executor = gpu_executor(
-        decoder,
-        parts.spec,
-        parts.limits,
-        storage,
-        GpuKernels(EmulatedRunner(), "sm_90a"),  # type: ignore[arg-type]
-    )
-    staging = executor._staging
-    assert staging is not None
+@needs_compiler
+def test_a_step_needs_one_upload() -> None:
     copies: list[int] = []
-    run = executor.run
 
-    def counted(plan):  # type: ignore[no-untyped-def]
-        before = staging.num_copies
-        result = run(plan)
-        copies.append(staging.num_copies - before)
-        return result
+    class Counting(TorchExecutor):
+        def run(self, plan):  # type: ignore[no-untyped-def]
+            assert self._staging is not None
+            before = self._staging.num_copies
+            result = super().run(plan)
+            copies.append(self._staging.num_copies - before)
+            return result
 
-    executor.run = counted  # type: ignore[method-assign]
-    talk(engine_with(parts, executor), ("tiny-k8v4",), max_tokens=3)
-    assert copies and max(copies) == 1
+    def counted(model: Model) -> TorchExecutor:
+        executor = on_kernels(model)
+        return Counting(model.decoder, SPEC, model.limits, model.storage, executor._forms, executor._staging)
+
+    engine, _ = make_engine(counted, "fp16", POISON)
+    talk(engine, ("tiny-k8v4",), max_tokens=3)
+    assert len(copies) > 5 and max(copies) == 1
 
 
-SPEC = ModelSpec("llama", 2, 64, 128, 6, 3, 64, 100, 1e-5, RopeSpec(10000.0), 1024, True)
-LIMITS = EngineLimits(dtype="bf16", kv_dtype="bf16")
+BF16 = make_limits("bf16")
 
 
 @pytest.mark.parametrize(
     ("spec", "limits", "message"),
     [
-        (SPEC, replace(LIMITS, dtype="fp32", kv_dtype="fp32"), "both in fp16 or both in bf16, got fp32 and fp32"),
-        (SPEC, replace(LIMITS, dtype="fp16"), "got fp16 and bf16"),
-        (replace(SPEC, head_dim=80), LIMITS, "no kernel fits this engine: head_dim"),
-        (replace(SPEC, num_q_heads=51), LIMITS, "query heads per KV head: got 17, expected 1 to 16"),
+        (SPEC, make_limits("fp32"), "both in fp16 or both in bf16, got fp32 and fp32"),
+        (SPEC, replace(BF16, dtype="fp16"), "got fp16 and bf16"),
+        (replace(SPEC, head_dim=80), BF16, "no kernel fits this engine: head_dim"),
+        (replace(SPEC, num_q_heads=34), BF16, "query heads per KV head: got 17, expected 1 to 16"),
     ],
 )
 def test_what_no_kernel_covers_is_refused(spec: ModelSpec, limits: EngineLimits, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_kernels(spec, limits, POLICIES["tiny-k8v4"])
-    check_kernels(SPEC, LIMITS, POLICIES["tiny-k8v4"])
+    check_kernels(SPEC, BF16, POLICIES["tiny-k8v4"])
 
 
 def test_arenas_are_counted_before_they_are_taken() -> None:
-    manager = KvManager(SPEC, LIMITS, 64 << 20)
-    storage = KvStorage(SPEC, LIMITS, manager.num_pages, manager.num_blocks)
+    manager = KvManager(SPEC, BF16, 64 << 20)
+    storage = KvStorage(SPEC, BF16, manager.num_pages, manager.num_blocks)
     pages = sum(t.numel() * t.element_size() for t in (*storage.pages, *storage.seen))
     blocks = sum(t.numel() * t.element_size() for t in (storage.blocks("k8v4").raw, storage.blocks("k8v4").score))
-    assert arena_bytes(manager, LIMITS, POLICIES["tiny-k8v4"]) == pages + blocks
-    assert arena_bytes(manager, LIMITS, registry.get_policy("full")) == pages
+    assert arena_bytes(manager, BF16, POLICIES["tiny-k8v4"]) == pages + blocks
+    assert arena_bytes(manager, BF16, registry.get_policy("full")) == pages
+
+
+def edited(engine_dir: Path, target: Path, part: str | None, **changes: object) -> Path:
+    engine = shutil.copytree(engine_dir, target)
+    data = json.loads((engine / "manifest.json").read_text(encoding="utf-8"))
+    (data if part is None else data[part]).update(changes)
+    (engine / "manifest.json").write_text(json.dumps(data), encoding="utf-8")
+    return engine
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_engine_says_what_is_missing(engine_dir: Path) -> None:
+def test_without_a_gpu_the_engine_says_what_is_missing(tiny_engine_dir: Path, tmp_path: Path) -> None:
+    cuda = replace(CONFIG, device="cuda")
+    with pytest.raises(ConfigError, match="got fp32 and fp32; build the engine with --dtype fp16 or bf16"):
+        load_engine(tiny_engine_dir, cuda)
+    half = edited(tiny_engine_dir, tmp_path / "half", "limits", dtype="fp16", kv_dtype="fp16")
+    data = json.loads((half / "manifest.json").read_text(encoding="utf-8"))
+    data["model"]["head_dim"] = 64
+    (half / "manifest.json").write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(DeviceError, match=r"device: got cuda, but .*use device cpu"):
-        load_engine(engine_dir, replace(CONFIG, device="cuda"))
+        load_engine(half, cuda)
+
+
+def test_other_devices_are_refused() -> None:
     with pytest.raises(ConfigError, match="device: got 'tpu', expected one of cpu, cuda"):
         RuntimeConfig(device="tpu")
 
 
-def test_an_engine_for_tensorrt_needs_the_gpu(engine_dir: Path, tmp_path: Path) -> None:
-    import json
-    import shutil
-
-    engine = shutil.copytree(engine_dir, tmp_path / "engine")
-    data = json.loads((engine / "manifest.json").read_text(encoding="utf-8"))
-    data["target"] = "trt"
-    (engine / "manifest.json").write_text(json.dumps(data), encoding="utf-8")
+def test_an_engine_for_tensorrt_needs_the_gpu(tiny_engine_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match=r"was built for trt, expected cpu|lists no"):
-        load_engine(engine, CONFIG)
+        load_engine(edited(tiny_engine_dir, tmp_path / "trt", None, target="trt"), CONFIG)
