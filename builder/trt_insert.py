@@ -20,14 +20,14 @@ from plugins.attend.plugin import attend_fields, kv_shape
 from plugins.attend.tile_words import StepKernels, most_step_words
 from plugins.commit.plugin import check_commit
 from plugins.compile import compile_cubin
-from plugins.errors import PluginError, UnsupportedShapeError, UnsupportedSmError
+from plugins.errors import KernelError, UnsupportedShapeError, UnsupportedSmError
 from plugins.layout import BlockFormat
 from plugins.trt_fields import CompileCubin, PluginFields
 from plugins.trt_operations import BODIES, Plugins, register
 from plugins.trt_plugin import NAMESPACE, VERSION, PluginTensor, TensorRT
 from runtime.config import EngineLimits, ModelSpec
 from runtime.engine_interface import StepLimits
-from runtime.errors import ConfigError
+from runtime.errors import BuildError, ConfigError
 
 if TYPE_CHECKING:
     import tensorrt as trt
@@ -55,7 +55,7 @@ def plugin_step(
 ) -> StepLimits:
     """Step limits of the plugin form, with room for the tile lists of every step. Raises ConfigError."""
     shape = EngineShape(spec, limits, StepLimits(max_step_tokens, block_format, max_tile_words=1))
-    with _as_config_errors():
+    with _as_builder_errors():
         fields = base_fields(shape, sm)
         check_commit(fields)  # which is no part of the plan, but of every engine
         kernels = StepKernels.of(kv_shape(fields), fields.sm)
@@ -66,19 +66,23 @@ def plugin_step(
 def plugin_insert(module: RegistryModule, shape: EngineShape, sm: int) -> RegistryInsert:
     """Registers the plugins with TensorRT and compiles their kernels: `build_plan`'s `insert` for --target trt.
 
-    sm: 10 * major + minor. Raises ConfigError for what no kernel covers, PluginError if plugins are registered already.
+    sm: 10 * major + minor. Raises ConfigError for what no kernel covers, BuildError where kernels do not compile or
+    plugins are registered already.
     """
-    with _as_config_errors():
+    with _as_builder_errors():
         fields_of = step_fields(shape, sm, compile_cubin)
-    return RegistryInsert(module, register(module, module.get_plugin_registry()), fields_of)
+        plugins = register(module, module.get_plugin_registry())
+    return RegistryInsert(plugins, fields_of)
 
 
 @contextlib.contextmanager
-def _as_config_errors() -> Iterator[None]:
+def _as_builder_errors() -> Iterator[None]:
     try:
         yield
     except (UnsupportedSmError, UnsupportedShapeError) as error:
         raise ConfigError(f"target trt: {error}") from error
+    except KernelError as error:
+        raise BuildError(f"target trt: {error}") from error
 
 
 def base_fields(shape: EngineShape, sm: int) -> PluginFields:
@@ -114,8 +118,8 @@ def step_fields(shape: EngineShape, sm: int, compiler: CompileCubin) -> FieldsOf
 class RegistryInsert:
     """Through `add_plugin_v3`."""
 
-    def __init__(self, module: TensorRT, plugins: Plugins, fields_of: FieldsOf) -> None:
-        self._trt, self._plugins, self._fields_of = module, plugins, fields_of
+    def __init__(self, plugins: Plugins, fields_of: FieldsOf) -> None:
+        self._plugins, self._fields_of = plugins, fields_of
 
     def __call__(
         self, network: trt.INetworkDefinition, operation: Operation, layer: int, inputs: Sequence[trt.ITensor]
@@ -123,9 +127,7 @@ class RegistryInsert:
         plugin: Any = self._plugins.creators[operation].make(self._fields_of(operation, layer))
         added = network.add_plugin_v3(list(inputs), [], plugin)
         if added is None:
-            raise PluginError(
-                f"{operation} of layer {layer}: TensorRT refused the plugin; its reason is in the log above"
-            )
+            raise BuildError(f"{operation}_{layer}: TensorRT refused the plugin; its reason is in the log above")
         added.name = f"{operation}_{layer}"
         return [added.get_output(index) for index in range(added.num_outputs)]
 
@@ -142,14 +144,14 @@ class ParserInsert:
     ) -> None:
         """nodes: every (operation, layer) that will be asked for. The network must be empty, creators registered.
 
-        Raises PluginError where the parser refuses.
+        Raises BuildError where the parser refuses.
         """
         model = encode_model([_node(operation, layer, fields) for (operation, layer), fields in nodes.items()])
         self._parser = module.OnnxParser(network, logger)
         if not self._parser.parse(model):
             parser: Any = self._parser  # the bindings' signature of get_error cannot be read
             errors = [str(parser.get_error(index).desc()) for index in range(parser.num_errors)]
-            raise PluginError(f"TensorRT-RTX's parser refused the plugins: {'; '.join(errors)}")
+            raise BuildError(f"TensorRT-RTX's parser refused the plugins: {'; '.join(errors)}")
         found = [network.get_layer(index) for index in range(network.num_layers)]
         self._layers = {layer.name: layer for layer in found}
 

@@ -24,12 +24,13 @@ from builder.model import weight_recipes
 from builder.trt_insert import ONNX_TYPES, ParserInsert, base_fields, plugin_step, step_fields
 from plugins.commit.plugin import commit_fields
 from plugins.compile import compile_cubin
-from plugins.errors import DriverError, PluginError
+from plugins.errors import DriverError
 from plugins.score.plugin import score_fields
 from plugins.trt_fields import PluginFields
 from plugins.trt_operations import BODIES, register
 from plugins.trt_plugin import PluginTensor
 from runtime.config import EngineLimits, ModelSpec, RopeSpec
+from runtime.errors import BuildError
 
 TINY = ModelSpec("llama", 2, 128, 256, 4, 2, 64, 256, 1e-5, RopeSpec(10000.0), 512, True)
 MODELS = {
@@ -146,7 +147,7 @@ def build(name: str, dtype: str, sm: str) -> dict[str, Any]:
     bench, started = Bench(dtype, int(sm)), time.monotonic()
     try:
         fields, kept = bench.case(name)
-    except (PluginError, RuntimeError) as error:
+    except (BuildError, RuntimeError) as error:
         return {"case": name, "plan_bytes": 0, "errors": [*bench.logger.errors, f"{type(error).__name__}: {error}"]}
     layers = [bench.network.get_layer(index) for index in range(bench.network.num_layers)]
     plan = bench.build()

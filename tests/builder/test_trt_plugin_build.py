@@ -14,14 +14,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from builder.lower_trt import EngineShape
-from builder.trt_insert import base_fields, plugin_insert, plugin_step, step_fields
+from builder.trt_insert import RegistryInsert, base_fields, plugin_insert, plugin_step, step_fields
+from plugins.trt_operations import make_creators
 from runtime.config import EngineLimits, ModelSpec, RopeSpec
-from runtime.errors import ConfigError
+from runtime.errors import BuildError, ConfigError
 
 SCRIPT = Path(__file__).with_name("rtx_plugin_build.py")
 NEEDED = ("tensorrt_rtx", "tensorrt_rtx_libs", "cuda.bindings")
@@ -169,3 +171,34 @@ def test_a_longer_step_takes_longer_tile_lists() -> None:
     assert 0 < STEP.max_tile_words < plugin_step(SPEC, LIMITS, 256, "k8v4", 90).max_tile_words
     larger = replace(LIMITS, max_batch_size=8)
     assert STEP.max_tile_words < plugin_step(SPEC, larger, 64, "k8v4", 90).max_tile_words
+
+
+class _Network:
+    """Takes plugins; only full TensorRT's network does, which is not here."""
+
+    def __init__(self) -> None:
+        self.added: list[tuple[list[Any], list[Any], Any]] = []
+
+    def add_plugin_v3(self, inputs: list[Any], shape_inputs: list[Any], plugin: Any) -> Any:
+        self.added.append((inputs, shape_inputs, plugin))
+        outputs = plugin.num_outputs
+        return SimpleNamespace(num_outputs=outputs, get_output=lambda index: f"output {index}") if inputs else None
+
+
+def test_the_registrys_way_adds_the_plugin_of_each_layer() -> None:
+    module = pytest.importorskip("tensorrt_rtx")
+    fields_of = step_fields(EngineShape(SPEC, LIMITS, STEP), 90, lambda kernel, sm: b"cubin")
+    insert, network = RegistryInsert(make_creators(module, no_device), fields_of), _Network()
+    found: Any = network
+    assert insert(found, "append", 0, ["q", "k"]) == ["output 0", "output 1", "output 2"]
+    insert(found, "attend", 1, ["q"])
+    (append_inputs, none, append), (_, _, attend) = network.added
+    assert (append_inputs, none) == (["q", "k"], [])
+    assert append.fields == fields_of("append", 0) and attend.fields == fields_of("attend", 1)
+    assert isinstance(append, module.IPluginV3) and append.building and attend.building
+    with pytest.raises(BuildError, match="append_0"):
+        insert(found, "append", 0, [])
+
+
+def no_device(sm: str, cubins: Any) -> Any:
+    raise AssertionError("no plugin may want a device while an engine is built")
