@@ -22,11 +22,10 @@ MAX_UNIT_PAGES = 8
 HEADER_BYTES = 16
 STAGE_ALIGNMENT = 128
 ROW_SUM_BYTES = 8
-# KiB of shared memory of a multiprocessor and what one block may take (CUDA C++ Programming Guide, compute capabilities).
+# KiB of shared memory of a multiprocessor, and what one block may take (CUDA C++ Programming Guide).
 # Each resident block costs RESERVED_BYTES more than it asks for.
 SHARED_BYTES = {"sm_80": (164, 163), "sm_89": (100, 99), "sm_90a": (228, 227), "sm_120": (100, 99)}
 RESERVED_BYTES = 1024
-PLANNED_SM = "sm_90a"  # whose residency decides how many registers a thread may have
 TILE_FIELDS = (
     "sequence", "head", "first_row", "num_rows", "first_unit", "num_units", "page_units", "position", "page_tokens",
     "first_split", "num_splits", "logits",
@@ -138,7 +137,7 @@ def residency(shape: KvShape, plan: SharedPlan, sm: str) -> Residency:
     Raises UnsupportedShapeError where not one stage fits.
     """
     per_processor, per_block = (1024 * kib for kib in SHARED_BYTES[sm])
-    for blocks in range(_blocks_by_registers(shape), 0, -1):
+    for blocks in range(_blocks_by_registers(shape, sm), 0, -1):
         room = min(per_block, per_processor // blocks - RESERVED_BYTES) - plan.stages_at
         num_stages = min(MAX_STAGES, room // shape.stage_bytes)
         if num_stages >= NUM_CONSUMERS or (blocks == 1 and num_stages >= 1):
@@ -149,19 +148,22 @@ def residency(shape: KvShape, plan: SharedPlan, sm: str) -> Residency:
     )
 
 
-def _blocks_by_registers(shape: KvShape) -> int:
-    """Blocks of 5 warps that a multiprocessor has registers for, at 168 registers a thread, or 128."""
-    return 2 if shape.page.head_dim == 128 else 3
+def _blocks_by_registers(shape: KvShape, sm: str) -> int:
+    """Blocks of 5 warps that a multiprocessor has registers for: 168 a thread, or 128. For sm_80, 168 are a few short."""
+    if shape.page.head_dim == 128:
+        return 1 if sm == "sm_80" else 2
+    return 3
 
 
-def kernel_defines(shape: KvShape, query_rows: int, plan: SharedPlan) -> tuple[tuple[str, int], ...]:
+def kernel_defines(shape: KvShape, query_rows: int, plan: SharedPlan, sm: str) -> tuple[tuple[str, int], ...]:
+    """Everything that the sources are compiled with. `sm` decides how many registers a thread may have."""
     return (
         *geometry_defines(shape.page, shape.block, shape.element),
         ("QUERY_ROWS", query_rows),
         ("UNIT_PAGES", shape.unit_pages),
         ("UNIT_KEYS", shape.unit_keys),
         ("STAGE_BYTES", shape.stage_bytes),
-        ("MIN_BLOCKS", residency(shape, plan, PLANNED_SM).blocks),
+        ("MIN_BLOCKS", residency(shape, plan, sm).blocks),
         ("MAX_STAGES", MAX_STAGES),
         ("NUM_CONSUMERS", NUM_CONSUMERS),
         *plan.offsets,

@@ -1,58 +1,38 @@
 // `attend`: attention of query rows over active pages and committed blocks of their KV head.
 //
 //   q, out [rows, kv_heads * group, D] Half, lse [rows, kv_heads * group] fp32 (-inf where a row sees nothing)
-//   pages [num_pages, kv_heads, {K, V}, PAGE_TOKENS, D] Half, seen [num_pages, kv_heads, PAGE_TOKENS] fp16: one layer's
+//   pages [num_pages, kv_heads, {K, V}, PAGE_TOKENS, D] Half, seen [num_pages, kv_heads, PAGE_TOKENS] fp16
 //   blocks [num_blocks, BLOCK_BYTES] bytes, score [num_blocks, BLOCK_ENTRIES] fp16
 //   tables: plugins/attend/params.py; tiles [*, TILE_INTS] and block_tiles [grid + 1]: plugins/attend/tiles.py
 //   parts [tiles, QUERY_ROWS, D] fp32, part_sums [tiles, QUERY_ROWS, {max, sum}] fp32, logits fp32: workspace
 //
-// attend_tiles: block b of the launch works on tiles [block_tiles[b], block_tiles[b + 1]). A tile is a run of units (see
-//   kv_tiles.cuh) of one (sequence, KV head), and query rows: row m of its QUERY_ROWS is query head m % group of row
-//   m / group. The last warp copies units into a ring of stages, the others compute:
-//     QUERY_ROWS = 16 (decode): all four have the same 16 rows and take the units in turn, so that a block's scales are read
-//       by one warp, warps never wait for each other inside a tile, and four units are in work while the ring fills;
-//       their results are added up in shared memory at the end of the tile.
-//     QUERY_ROWS = 64 (chunks): each has 16 rows of its own, and all read every unit.
+// attend_tiles: block b of the launch works on tiles [block_tiles[b], block_tiles[b + 1]). A tile is a run of units
+//   (kv_tiles.cuh) of one (sequence, KV head), and query rows: row m of its QUERY_ROWS is query head m % group of
+//   row m / group. The last warp copies units into a ring of stages, the four others compute:
+//   QUERY_ROWS = 16 (decode): all four have the same 16 rows and take the units in turn. A block's scales are then
+//     read by one warp, warps never wait for each other inside a tile, and four units are in work while others arrive;
+//     what the warps found is added up in shared memory at the end of the tile.
+//   QUERY_ROWS = 64 (chunks): each warp has 16 rows of its own, and all read every unit.
 //   Rows whose KV is one tile are finished here; the others leave (max, sum, weighted values) in the workspace.
-// attend_combine: merges the tiles of a row; for decode rows that record, turns the logits kept into weights with the final
-//   log-sum-exp and raises `seen` and `score`. Chunks record by `score` instead, in a second pass over some of their rows.
+// attend_combine: merges the tiles of a row. For decode rows that record, it turns the logits kept into weights with
+//   the final log-sum-exp and raises `seen` and `score`. Chunks record by `score` instead, in a second pass over some
+//   of their rows.
 //
-// Bandwidth. An H100 moves 3.35 TB/s / 132 = 25 bytes a ns and multiprocessor, an H200 36; with 1 us until a copy arrives
-// under load, 25 to 36 KB must be under way. A stage is about 8 KB, and MIN_BLOCKS blocks of 5 warps with all shared memory
-// as stages keep up to 190 KB a multiprocessor requested (tiles.py chooses their number), of which what the consumers hold
-// is at most 8 stages. 4-bit codes need about 1.8 instructions each: at 21 codes of K and 21 of V a clock (H200) that is half of
-// what a multiprocessor issues; fp16 pages need a twentieth of its tensor cores.
+// Bandwidth. An H100 moves 3.35 TB/s / 132 = 25 bytes a ns and multiprocessor, an H200 36. If a copy takes 1 us to
+// arrive under load, 25 to 36 KB must be under way. MIN_BLOCKS blocks take nearly all shared memory as stages: 180 to
+// 200 KB a multiprocessor, of which the consumers hold one stage of 5 to 17 KB each (kv_tiles.py, `residency`; the
+// table is printed by plugins/occupancy.py). Instructions: a 4-bit code takes about 1.7 (mask, fma, fma, a part of a
+// transpose), so 42 codes a clock, an H200's 36 bytes a ns at 1.7 GHz, take 73 of 128 lanes. fp16 pages need two
+// products of 4096 multiply-adds per 512 bytes: a twentieth of what the tensor cores do.
 //
-// Called by plugins/attend/cuda.py: the launches of one layer. The tile list and its block_tiles are read from memory, so a
-// captured graph replays with new tables.
+// Called by plugins/attend/cuda.py and the TensorRT plugin: the launches of one layer. The tile list and block_tiles
+// are read from memory, so a captured graph replays with new tables.
+#include "attend_combine.cuh"
 #include "attend_rows.cuh"
 
 namespace {
 
-struct AttendArgs {
-  KvArgs kv;
-  const Half *q;
-  Half *out;
-  float *lse;
-  Fp16 *seen, *score;
-  const uint8_t *record;
-  const int32_t *record_skip, *tiles, *block_tiles;
-  float *parts, *part_sums, *logits;
-  float scale;
-  int32_t num_stages, num_ranges;  // num_ranges: blocks that block_tiles was made for
-};
-
-constexpr bool SPLIT_UNITS = QUERY_ROWS == 16;
-constexpr int COMBINE_THREADS = 128;
-static_assert(QUERY_ROWS == 16 || QUERY_ROWS == 16 * NUM_CONSUMERS, "query rows of a tile");
-
 HW_DEVICE void consumers_sync() { named_sync(1, 32 * NUM_CONSUMERS); }
-
-// Index of row m of a tile in q, out (over HEAD_DIM) and lse.
-HW_DEVICE int64_t query_index(const AttendArgs &p, const Tile &t, int m) {
-  const int64_t row = t.first_row + m / p.kv.group;
-  return (row * p.kv.kv_heads + t.head) * p.kv.group + m % p.kv.group;
-}
 
 // Where the channels of tiles out[j .. j + RUN / 2) of a lane begin: a run of its list.
 HW_DEVICE int channel_of(int j) { return j / (V_RUN / 2) * 4 * V_RUN + lane() % 4 * V_RUN + j % (V_RUN / 2) * 2; }
@@ -117,11 +97,14 @@ struct Consumer {
     }
   }
 
-  // Of a unit of the tile: its columns of the logits kept, [query row][num_units * UNIT_KEYS], in 16 floats; -1 if none are.
+  // Of a unit of the tile: its columns of the logits kept, [query row][num_units * UNIT_KEYS], in 16 floats; -1 if none
+  // are.
   HW_DEVICE static int logits_of(const Tile &t, int unit) {
     return SPLIT_UNITS && t.logits >= 0 ? t.logits + unit * (UNIT_KEYS / STEP_KEYS) : -1;
   }
-  HW_DEVICE float *logits_at(int logits, int key) const { return p.logits + static_cast<int64_t>(logits) * STEP_KEYS + key; }
+  HW_DEVICE float *logits_at(int logits, int key) const {
+    return p.logits + static_cast<int64_t>(logits) * STEP_KEYS + key;
+  }
 
   HW_DEVICE void page_unit(int stage, const FragmentA (&q)[CHANNEL_STEPS], int logits, const Tile &t,
                            WarpRows &rows) const {
@@ -160,7 +143,8 @@ struct Consumer {
     const Shared<uint8_t> bytes = ring.stage(stage);
     const int len = ring.header(stage, 0).filled;
     if (len == 0) return;
-    // q . minimum is the same for all keys of a block: where their products begin. That spares a register a channel pair.
+    // q . minimum is the same for all keys of a block: where their products begin. That spares a register a channel
+    // pair.
     ChannelField scale, none;
     scale.read(bytes, K_SCALE);
     FragmentC from{{0.0f, 0.0f, 0.0f, 0.0f}};
@@ -262,7 +246,8 @@ struct Consumer {
   HW_DEVICE static void write_part(const WarpRows &rows, int i, float *to) {
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / 8; j += 2) {
-      const Vec<float, 4> x{rows.out[j].r[2 * i], rows.out[j].r[2 * i + 1], rows.out[j + 1].r[2 * i], rows.out[j + 1].r[2 * i + 1]};
+      const Vec<float, 4> x{rows.out[j].r[2 * i], rows.out[j].r[2 * i + 1], rows.out[j + 1].r[2 * i],
+                            rows.out[j + 1].r[2 * i + 1]};
       store(reinterpret_cast<Vec<float, 4> *>(to + channel_of(j)), x);
     }
   }
@@ -277,80 +262,6 @@ struct Consumer {
     }
   }
 };
-
-// ---- combine
-
-// Merges row m of a tile's group: log2 of the sum of exponentials, over all its tiles. One warp.
-HW_DEVICE float merged_lse(const AttendArgs &p, const Tile &t, int m) {
-  const Vec<float, 2> *sums = reinterpret_cast<const Vec<float, 2> *>(p.part_sums);
-  float top = LOWEST, sum = 0.0f;
-  for (int n = lane(); n < t.num_splits; n += 32) {
-    const Vec<float, 2> part = load(sums + static_cast<int64_t>(t.first_split + n) * QUERY_ROWS + m);
-    const float new_top = max_of(top, part[0]);
-    sum = sum * fast_exp2(top - new_top) + part[1] * fast_exp2(part[0] - new_top);
-    top = new_top;
-  }
-#pragma unroll
-  for (int n = 1; n < 32; n *= 2) {
-    const float other_top = shuffle_xor(top, n), other_sum = shuffle_xor(sum, n), new_top = max_of(top, other_top);
-    sum = sum * fast_exp2(top - new_top) + other_sum * fast_exp2(other_top - new_top);
-    top = new_top;
-  }
-  return sum > 0.0f ? top + fast_log2(sum) : -infinity();
-}
-
-// Adds the parts of row m up and writes out and lse. One warp; a lane has HEAD_DIM / 32 channels.
-HW_DEVICE void merge_row(const AttendArgs &p, const Tile &t, int m, float lse) {
-  constexpr int CHANNELS = HEAD_DIM / 32;
-  using Channels = Vec<float, CHANNELS>;
-  float sum[CHANNELS] = {};
-  for (int n = 0; lse > LOWEST && n < t.num_splits; ++n) {
-    const int64_t part = static_cast<int64_t>(t.first_split + n) * QUERY_ROWS + m;
-    const float weight = fast_exp2(load(p.part_sums + 2 * part) - lse);
-    const Channels x = load(reinterpret_cast<const Channels *>(p.parts + part * HEAD_DIM) + lane());
-#pragma unroll
-    for (int c = 0; c < CHANNELS; ++c) sum[c] += weight * x[c];
-  }
-  Vec<uint32_t, CHANNELS / 2> packed;
-#pragma unroll
-  for (int c = 0; c < CHANNELS / 2; ++c) packed[c] = pack2(sum[2 * c], sum[2 * c + 1]);
-  const int64_t at = query_index(p, t, m);
-  store(reinterpret_cast<Vec<uint32_t, CHANNELS / 2> *>(p.out + at * HEAD_DIM) + lane(), packed);
-  if (lane() == 0) store(p.lse + at, lse > LOWEST ? lse * LN2 : -infinity());
-}
-
-// Where the largest weight of key `key` of a unit goes; null if nothing lies there.
-HW_DEVICE Fp16 *place_of(const AttendArgs &p, const Tile &t, int unit, int key) {
-  if (unit < t.page_units) {
-    const int page = key / PAGE_TOKENS, offset = key % PAGE_TOKENS;
-    const int item = load(p.kv.page_starts + t.sequence) + unit * UNIT_PAGES + page;
-    if (page >= UNIT_PAGES || item >= load(p.kv.page_starts + t.sequence + 1)) return nullptr;
-    const int id = load(p.kv.page_ids + item);
-    if (id < 0 || offset >= load(p.kv.page_lens + item)) return nullptr;
-    return p.seen + (static_cast<int64_t>(id) * p.kv.kv_heads + t.head) * PAGE_TOKENS + offset;
-  }
-  const int item = load(p.kv.block_starts + t.sequence * p.kv.kv_heads + t.head) + unit - t.page_units;
-  const int id = load(p.kv.block_ids + item);
-  if (id < 0 || key >= load(p.kv.block_lens + item)) return nullptr;
-  return p.score + static_cast<int64_t>(id) * BLOCK_ENTRIES + key;
-}
-
-// Raises `seen` and `score` of the tile's keys. lse: of its rows, in log2, +inf for rows that do not record or saw nothing.
-HW_DEVICE void record_tile(const AttendArgs &p, const Tile &t, Shared<float> lse) {
-  const int keys = t.num_units * UNIT_KEYS, rows = t.num_rows * p.kv.group;
-  const float *logits = p.logits + static_cast<int64_t>(t.logits) * STEP_KEYS;
-  for (int key = thread(); key < keys; key += num_threads()) {
-    Fp16 *place = place_of(p, t, t.first_unit + key / UNIT_KEYS, key % UNIT_KEYS);
-    if (place == nullptr) continue;
-    float most = -infinity();
-    for (int m = 0; m < rows; ++m) {
-      const float above = lse.load(m);
-      if (above < infinity()) most = max_of(most, load(logits + static_cast<int64_t>(m) * keys + key) - above);
-    }
-    const float weight = fast_exp2(most);
-    if (weight > 0.0f) atomic_max(place, weight);
-  }
-}
 
 }  // namespace
 

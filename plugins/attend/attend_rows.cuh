@@ -1,17 +1,19 @@
 // One warp's 16 query rows in `attend`: logits of 16 keys, running softmax, weighted values. Included by attend.cu.
 #pragma once
 
-#include "kv_tiles.cuh"
+#include "kv_rows.cuh"
 
 namespace {
 
-// Running maxima rise in steps: a weight may reach 2^SLACK before earlier sums are scaled down again. Most keys then cost
-// one vote instead of shuffles and HEAD_DIM / 2 products. Sums are fp32 and weights floating point: nothing is lost.
+// Running maxima rise in steps: a weight may reach 2^SLACK before earlier sums are scaled down again. Most keys then
+// cost one vote instead of shuffles and HEAD_DIM / 2 products. Sums are fp32 and weights floating point: nothing is
+// lost.
 constexpr float SLACK = 8.0f;
-constexpr int ALL_KEYS = BLOCK_ENTRIES, BEFORE_LIMITS = -2 * BLOCK_ENTRIES;  // entries are seen and recorded by every row
+constexpr int ALL_KEYS = BLOCK_ENTRIES,
+              BEFORE_LIMITS = -2 * BLOCK_ENTRIES;  // entries are seen and recorded by every row
 
-// What a query row may see and record, as page tokens counted from the start of its sequence; recorded: -1 if it does not.
-// In shared memory, [QUERY_ROWS]: registers are scarce.
+// What a query row may see and record, as page tokens counted from the start of its sequence; recorded: -1 if it does
+// not. In shared memory, [QUERY_ROWS]: registers are scarce.
 struct alignas(8) RowLimits {
   int32_t seen, recorded;
 };
@@ -26,7 +28,7 @@ struct StepKeys {
 struct WarpRows {
   FragmentC out[HEAD_DIM / 8];  // tile j: columns 2t, 2t + 1 are channels 2j, 2j + 1 of lane t's list of values
   float top[2], sum[2];         // of rows g and g + 8; sum: this lane's part of it
-  int first;  // row of the tile that is row 0 here
+  int first;                    // row of the tile that is row 0 here
 
   // Of row g (i = 0) or g + 8.
   HW_DEVICE RowLimits limits(int i) const { return row_limits().load_as<RowLimits>(2 * (first + lane() / 4 + 8 * i)); }
@@ -144,8 +146,9 @@ HW_DEVICE void add_code_values(WarpRows &rows, const FragmentA &p, Shared<uint8_
   }
 #pragma unroll
   for (int j = 0; j < LIST_PAIRS; ++j) {
-    mma_fp16(rows.out[j], p,
-             FragmentB{{fma2_fp16(columns[0][j], scale[0], minimum[0]), fma2_fp16(columns[1][j], scale[1], minimum[1])}});
+    mma_fp16(
+        rows.out[j], p,
+        FragmentB{{fma2_fp16(columns[0][j], scale[0], minimum[0]), fma2_fp16(columns[1][j], scale[1], minimum[1])}});
   }
 }
 

@@ -82,7 +82,7 @@ class AttendKernel:
 
     @cached_property
     def kernel(self) -> Kernel:
-        return Kernel("attend", SOURCE, kernel_defines(self.shape, self.query_rows, self.plan))
+        return Kernel("attend", SOURCE, kernel_defines(self.shape, self.query_rows, self.plan, self.sm))
 
     @cached_property
     def residency(self) -> Residency:

@@ -43,7 +43,7 @@ class TilePlan:
 
 @dataclass(frozen=True, eq=False)
 class TileList:
-    """tiles [num_layers, most tiles of a layer, fields] int32, rest zeros; block_tiles [num_layers, num_ranges + 1] int32.
+    """tiles [num_layers, most tiles of a layer, fields] int32, rest zeros; block_tiles [num_layers, ranges + 1].
 
     Block b works on tiles [block_tiles[b], block_tiles[b + 1]). num_logits: most logits of a layer, in 16 floats.
     """
@@ -159,7 +159,7 @@ def _visible_units(
 
 @dataclass(frozen=True, eq=False)
 class _Cuts:
-    """Over a layer's line of units.   group_start [L, N + 1]; range_start [L, ranges + 1]; num_units [L, N]: real ones."""
+    """Over a layer's line of units.   group_start [L, N + 1]; range_start [L, ranges + 1]; num_units [L, N] real."""
 
     group_start: torch.Tensor
     range_start: torch.Tensor
@@ -230,7 +230,7 @@ def _splits(
 def _logit_places(
     layer: torch.Tensor, rows_units: torch.Tensor, records: torch.Tensor, plan: TilePlan
 ) -> tuple[torch.Tensor, int]:
-    """Where each tile keeps its logits [query rows, units * unit_keys] in its layer, in 16 floats; how many there are."""
+    """Where each tile keeps its logits [query rows, units * unit_keys] in its layer, in 16 floats; how many in all."""
     sizes = torch.where(records, rows_units * (plan.shape.unit_keys // STEP_KEYS), 0)
     ends = sizes.cumsum(0)
     before_layer = torch.zeros(int(layer.max()) + 1, dtype=torch.int64).index_add_(0, layer, sizes).cumsum(0)

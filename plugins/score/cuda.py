@@ -54,7 +54,7 @@ class ScoreKernel:
 
     @cached_property
     def kernel(self) -> Kernel:
-        return Kernel("score", SOURCE, kernel_defines(self.shape, self.query_rows, self.plan))
+        return Kernel("score", SOURCE, kernel_defines(self.shape, self.query_rows, self.plan, self.sm))
 
     @cached_property
     def residency(self) -> Residency:

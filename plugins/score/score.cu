@@ -1,16 +1,16 @@
-// `score`: the largest weight that given query rows put on each token and entry, when their log-sum-exp is known. K only.
+// `score`: the largest weight that given query rows put on each token and entry, once their log-sum-exp is known.
 //
 //   q [rows, kv_heads * group, D] Half, lse [rows, kv_heads * group] fp32 natural (-inf: the row sees nothing)
 //   score_rows [*]: the rows that record, ascending within a sequence
 //   seen [num_pages, kv_heads, PAGE_TOKENS], score [num_blocks, BLOCK_ENTRIES] fp16: x = max(x, exp(logit - lse))
 //   pages, blocks, tables, tiles, block_tiles: as in attend.cu; a tile's first_row counts in score_rows
 //
-// Who calls it: plugins/score/cuda.py, after `attend` of a chunk or a probe, for the rows sampled from it. A tile has 64
-// query rows (row m: query head m % group of row m / group) in shared memory; the last warp copies keys, with their scales
-// and biases, into the ring of kv_tiles.cuh; each of the four others takes a unit at a time, brings 16 keys into registers
-// and passes all rows over them, 16 at a time, so that keys are read and dequantized once. Only the maximum over rows leaves the
-// registers: one atomic maximum per key.
-#include "kv_tiles.cuh"
+// Who calls it: plugins/score/cuda.py, after `attend` of a chunk or a probe, for the rows sampled from it. A tile has
+// 64 query rows (row m: query head m % group of row m / group) in shared memory; the last warp copies keys, with their
+// scales and biases, into the ring of kv_tiles.cuh; each of the four others takes a unit at a time, brings 16 keys into
+// registers and passes all rows over them, 16 at a time, so that keys are read and dequantized once. Only the maximum
+// over rows leaves the registers: one atomic maximum per key.
+#include "kv_rows.cuh"
 
 namespace {
 
