@@ -25,14 +25,12 @@ from builder.default_model import GGUF_NAME
 from perf.bench_engine import BenchEngine, BenchText, Decoded, PolicySystem
 from perf.bench_peers import (
     LlamaCppSystem,
-    PeerMissingError,
-    PeerModel,
     SdpaSystem,
     System,
     TransformersSystem,
-    transformers_model,
 )
 from perf.bench_report import Machine, Report, Row, fits, markdown, plots, ratio_of_rounds, slopes
+from perf.peer_model import PeerMissingError, PeerModel, transformers_model
 from perf.serve import DEFAULT_ENGINE
 from perf.server import REPO_ROOT
 from runtime.config import RuntimeConfig

@@ -28,6 +28,7 @@ from runtime.text import EngineTokenizer
 from runtime.wiring import load_parts, load_tokenizer
 
 FULL = "full"
+PEER_FULL = "transformers DynamicCache"
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +144,15 @@ class Store:
             )
         mark.write_text(key, encoding="utf-8")
         self._held = {(h.policy, h.num_tokens, h.seed): h for h in self._read()}
+
+    @classmethod
+    def open(cls, folder: Path) -> Store:
+        """An existing folder, whatever its key."""
+        return cls(folder, (folder / "key.txt").read_text(encoding="utf-8"))
+
+    def policies(self) -> list[str]:
+        """Names that it has something of, in the order in which they were measured."""
+        return list(dict.fromkeys(name for name, _, _ in self._held))
 
     def _read(self) -> Iterator[Held]:
         if not self._lines.is_file():

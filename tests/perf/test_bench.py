@@ -15,8 +15,9 @@ import runtime.policy.registry as registry
 from builder.model import EMBEDDING
 from perf.bench import Grid, main
 from perf.bench_engine import BenchEngine, BenchText, run_steps
-from perf.bench_peers import LlamaCppSystem, PeerMissingError, PeerModel, TransformersSystem, transformers_model
+from perf.bench_peers import LlamaCppSystem, TransformersSystem
 from perf.bench_report import Row, decode_table, fits, line_slope, ratio_of_rounds, slopes
+from perf.peer_model import PeerMissingError, PeerModel, transformers_model
 from runtime.config import RuntimeConfig
 from runtime.policy.base import Schedule
 

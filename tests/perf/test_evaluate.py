@@ -1,4 +1,4 @@
-"""The evaluation: tasks are what they say, scores are what their definitions give, and a run measures real bytes."""
+"""The evaluation's command line: a run measures real bytes and goes on where it stopped; bad arguments are named."""
 
 from __future__ import annotations
 
@@ -7,58 +7,43 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import runtime.policy.registry as registry
-from perf.evaluate import Answers, main, score, table, varied
-from perf.tasks import NUM_FACTS, NUM_UPDATES, make_task
+from perf.evaluate import chosen_policies, main, make_parser, make_tasks, varied
+from perf.evaluation import hold
 from runtime.policy.base import Schedule
 
 
-def answers(logits: list[list[float]], kv_bytes: int = 100) -> Answers:
-    logprobs = torch.log_softmax(torch.tensor(logits), dim=1)
-    return Answers(logprobs, torch.tensor([[0, 1, 2, 3]] * len(logits)), kv_bytes, 400, 10, 1.0)
-
-
-def test_tasks_are_seeded_and_answerable() -> None:
-    task = make_task(5, NUM_FACTS + NUM_UPDATES + 1)
-    assert task == make_task(5, NUM_FACTS + NUM_UPDATES + 1) != make_task(6, NUM_FACTS + NUM_UPDATES + 1)
-    assert len(task.questions) == 2 * NUM_FACTS + NUM_UPDATES
-    text = " ".join(task.turns)
-    for question in task.questions:
-        gold = question.choices[0]
-        assert (
-            f"{question.opening} {gold}" in text
-            or f"{question.opening[0].lower()}{question.opening[1:]} {gold}" in text
-        )
-        assert len(set(question.choices)) == 4
-        assert f"{question.opening[:6]}" and gold in task.turns[question.told]
-
-
-def test_scores_by_hand() -> None:
-    full = [answers([[2.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])]
-    same = score("same", full, full)
-    assert (same.kl, same.same_word, same.accuracy, same.kv_share) == (0.0, 1.0, 0.5, 0.25)
-    flat = score("flat", [answers([[0.0] * 4] * 2)], full)
-    expected = torch.tensor([[2.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]).softmax(1)
-    kl = (expected * (expected.log() - torch.tensor(0.25).log())).sum(1).mean()
-    assert flat.kl == pytest.approx(kl.item(), abs=1e-6)
-    assert flat.nll == pytest.approx(torch.log(torch.tensor(4.0)).item(), abs=1e-6)
-    assert "| flat | 0.250 |" in table([flat])
-
-
-def test_a_run_measures_bytes(tiny_engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Schedule(min_tokens=200, recent_tokens=64)
     for name in ("commitkv", "quantize-int8"):
         policy = dataclasses.replace(registry.ALL_POLICIES[name], schedule=schedule)
         monkeypatch.setitem(registry.ALL_POLICIES, name, policy)
-    arguments = ["--engine", str(tiny_engine_dir), "--conversations", "1", "--turns", "3", "--output", str(tmp_path)]
+
+
+@pytest.mark.usefixtures("small_schedule")
+def test_a_run_measures_bytes_and_goes_on(
+    evaluation_engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--engine", str(evaluation_engine_dir), "--contexts", "700", "--questions", "40"]
+    arguments += ["--output", str(tmp_path)]
+    assert main([*arguments, "--policies", "commitkv"]) == 0
+    held: list[tuple[int, str]] = []
+    original = hold.EngineHolder.hold
+
+    def counted(self: hold.EngineHolder, task: hold.Task, policy: str) -> hold.Raw:
+        held.append((task.seed, policy))
+        return original(self, task, policy)
+
+    monkeypatch.setattr(hold.EngineHolder, "hold", counted)
     assert main([*arguments, "--policies", "commitkv,quantize-int8"]) == 0
-    full, ours, int8 = json.loads((tmp_path / "quality.json").read_text(encoding="utf-8"))
-    assert full["kl"] == 0.0 and full["same_word"] == 1.0
+    assert held == [(0, "quantize-int8"), (1, "quantize-int8")]
+    full, ours, int8 = json.loads((tmp_path / "quality.json").read_text(encoding="utf-8"))["scores"]
+    assert full["kl"]["value"] == 0.0 and full["equivalent"]["value"] == 1.0
     assert ours["kv_share"] < int8["kv_share"] < full["kv_share"]
-    assert 0 <= int8["kl"] < ours["kl"]
-    assert (tmp_path / "quality.png").stat().st_size > 1000
+    assert 0 <= int8["kl"]["value"] < ours["kl"]["value"]
+    assert full["questions"] == ours["questions"] >= 40
 
 
 def test_variants_are_named_after_their_changes() -> None:
@@ -69,17 +54,46 @@ def test_variants_are_named_after_their_changes() -> None:
     assert varied(base, []) is base
 
 
+def test_budgets_are_points_of_policies_that_have_one() -> None:
+    args = make_parser().parse_args(["--policies", "full,commitkv,quantize-int8", "--budgets", "0.5,0.2"])
+    names = [policy.name for policy in chosen_policies(args)]
+    assert names == ["commitkv budget_ratio=0.5", "commitkv budget_ratio=0.2", "quantize-int8"]
+
+
+def test_enough_tasks_for_the_questions() -> None:
+    made = make_tasks("700,1300", 100, 8192)
+    for length in (700, 1300):
+        asked = [len(task.questions) for task in made if task.num_tokens == length]
+        assert sum(asked) >= 100 > sum(asked[:-1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--policies", "magic"], "magic"),
-        (["--turns", "0"], "--turns"),
+        (["--contexts", "100"], "--contexts"),
+        (["--contexts", "99999"], "--contexts"),
+        (["--contexts", "long"], "--contexts"),
+        (["--questions", "0"], "--questions"),
+        (["--kv-mib", "0"], "--kv-mib"),
+        (["--budgets", "much"], "--budgets"),
+        (["--budgets", "2"], "budget_ratio"),
         (["--set", "magic=1"], "magic"),
         (["--set", "budget_ratio=2"], "budget_ratio"),
         (["--set", 'budget_ratio="much"'], "budget_ratio"),
         (["--set", "budget_ratio=much"], "JSON"),
     ],
 )
-def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
+def test_bad_arguments(
+    arguments: list[str], message: str, tmp_path: Path, evaluation_engine_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--engine", str(evaluation_engine_dir), "--output", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_results_of_another_engine_are_refused(
+    evaluation_engine_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "key.txt").write_text("another engine", encoding="utf-8")
+    assert main(["--engine", str(evaluation_engine_dir), "--output", str(tmp_path)]) == 2
+    assert "another engine" in capsys.readouterr().err
