@@ -140,7 +140,7 @@ class AttendPlugin(TrtPlugin[AttendFields]):
         lengths = {
             "parts": max(length for length, _ in parts),
             "part_sums": max(length for _, length in parts),
-            "logits": FP32_BYTES * self._num_logits(size, decodes=len(layout.sections) == 1),
+            "logits": FP32_BYTES * self.num_logits(self.fields, size, decodes=len(layout.sections) == 1),
             "lse": FP32_BYTES * size["R"] * size["q_heads"],
         }
         places = {}
@@ -149,10 +149,11 @@ class AttendPlugin(TrtPlugin[AttendFields]):
             start += -(-length // WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
         return {**places, "end": start}
 
-    def _num_logits(self, size: Mapping[str, int], decodes: bool) -> int:
-        """Logits of the decode kernel, at most: query rows of a tile times the keys of all units that are listed."""
-        shape, group = self.fields.kernels.decode.shape, self.fields.kernels.decode.shape.group
-        query_rows = group if decodes else STEP_KEYS // group * group
+    @staticmethod
+    def num_logits(fields: AttendFields, size: Mapping[str, int], decodes: bool) -> int:
+        """Logits that the decode kernel keeps, at most: query rows of a tile times the keys of all units listed."""
+        shape = fields.kernels.decode.shape
+        query_rows = shape.group if decodes else STEP_KEYS // shape.group * shape.group
         page_units = size["kv_heads"] * (size["P"] // shape.unit_pages + size["S"])
         return query_rows * shape.unit_keys * (page_units + size["B"])
 
