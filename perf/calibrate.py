@@ -285,6 +285,9 @@ def main(argv: list[str] | None = None) -> int:
     except CommitKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("error: interrupted; nothing was written", file=sys.stderr)
+        return 130
     print(f"\n{table(points, chosen)}\n\nwritten: {args.output}/policy.json, calibration.json, calibration.png")
     print(f"use it: python -m perf.serve --policy {args.output}/policy.json")
     return 0

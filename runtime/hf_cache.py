@@ -14,6 +14,7 @@ given; `protect` takes positions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -285,7 +286,7 @@ class CommitKVCache(RoutedCache):
 
     # Commits
 
-    def _run_all(self, next_work: Any) -> None:
+    def _run_all(self, next_work: Callable[[], ProbeWork | CommitWork | None]) -> None:
         """Does the maintenance that `next_work` names until there is none, or no room for it."""
         while (work := next_work()) is not None:
             if isinstance(work, ProbeWork):
