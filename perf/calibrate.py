@@ -148,8 +148,9 @@ def table(points: Sequence[Point], chosen: Point) -> str:
     ]
     for p in points:
         threshold = DROP if p.threshold is None else f"{p.threshold:g}"
+        error = "" if math.isnan(p.kl_error) else f" ± {p.kl_error:.4f}"
         lines.append(
-            f"| {p.budget:g} | {threshold} | {p.kv_share:.3f} | {p.kl:.4f} ± {p.kl_error:.4f} | {p.same_choice:.2f} "
+            f"| {p.budget:g} | {threshold} | {p.kv_share:.3f} | {p.kl:.4f}{error} | {p.same_choice:.2f} "
             f"| {p.equivalent:.2f} | {p.worst_kl:.3f} | {p.turns} | {'chosen' if p == chosen else ''} |"
         )
     return "\n".join(lines)
