@@ -145,6 +145,9 @@ HW_DEVICE void block_keys(Shared<uint8_t> stage, int first, int filled, const Ch
   }
 }
 
+// A block ends with a step: fields of unfilled entries may be read.
+constexpr bool WHOLE_STEPS = BLOCK_ENTRIES % STEP_KEYS == 0;
+
 // Logits of entries get their bias: of keys (2t, 2t + 1) of 8 entries, in units of log2.
 HW_DEVICE Vec<float, 2> block_bias(Shared<uint8_t> stage, int first) {
   const Vec<Fp16, 2> bias = stage.load_as<Vec<Fp16, 2>>(BIAS + 2 * (first + 2 * (lane() % 4)));

@@ -149,10 +149,9 @@ def residency(shape: KvShape, plan: SharedPlan, sm: str) -> Residency:
 
 
 def _blocks_by_registers(shape: KvShape, sm: str) -> int:
-    """Blocks of 5 warps that a multiprocessor has registers for: 168 a thread, or 128. For sm_80, 168 are a few short."""
-    if shape.page.head_dim == 128:
-        return 1 if sm == "sm_80" else 2
-    return 3
+    """Blocks of 5 warps that there are registers for: 168 a thread, or 128; on sm_80 those are a few too few."""
+    blocks = 2 if shape.page.head_dim == 128 else 3
+    return blocks - 1 if sm == "sm_80" else blocks
 
 
 def kernel_defines(shape: KvShape, query_rows: int, plan: SharedPlan, sm: str) -> tuple[tuple[str, int], ...]:

@@ -165,7 +165,7 @@ struct Consumer {
         block_keys(bytes, first + 8 * n, filled[n], scale, none, pairs);
         s[n] = FragmentC{{from.r[0], from.r[0], from.r[2], from.r[2]}};
         dot<QUANTIZED != 0>(s[n], q, pairs);
-        const Vec<float, 2> bias = filled[n] > 0 ? block_bias(bytes, first + 8 * n) : Vec<float, 2>{0.0f, 0.0f};
+        const Vec<float, 2> bias = WHOLE_STEPS || filled[n] > 0 ? block_bias(bytes, first + 8 * n) : Vec<float, 2>{0.0f, 0.0f};
         rows.mask(s[n], filled[n], all, bias);
         if (logits >= 0 && filled[n] > 0) {
           rows.keep(logits_at(logits, first + 8 * n), t.num_units * UNIT_KEYS, s[n], BEFORE_LIMITS);

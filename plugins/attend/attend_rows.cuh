@@ -141,8 +141,8 @@ HW_DEVICE void add_code_values(WarpRows &rows, const FragmentA &p, Shared<uint8_
     uint32_t codes[WORDS];
     Row<V_ROW_BYTES, false>::read(stage, V_CODES + (first + 8 * n + g) * V_ROW_BYTES, g < filled[n], codes);
     ValueCodes<V_BITS, V_RUN>::unpack(codes, columns[n]);
-    scale[n] = filled[n] > 0 ? filled_pair(stage, V_SCALE + 2 * (first + 8 * n + pair), pair, filled[n]) : 0;
-    minimum[n] = filled[n] > 0 ? filled_pair(stage, V_MIN + 2 * (first + 8 * n + pair), pair, filled[n]) : 0;
+    scale[n] = WHOLE_STEPS || filled[n] > 0 ? filled_pair(stage, V_SCALE + 2 * (first + 8 * n + pair), pair, filled[n]) : 0;
+    minimum[n] = WHOLE_STEPS || filled[n] > 0 ? filled_pair(stage, V_MIN + 2 * (first + 8 * n + pair), pair, filled[n]) : 0;
   }
 #pragma unroll
   for (int j = 0; j < LIST_PAIRS; ++j) {

@@ -106,7 +106,7 @@ struct Scorer {
       for (int n = 0; n < 2; ++n) {
         keys.filled[n] = header.filled - first - 8 * n;
         keys.position[n] = 0;
-        keys.bias[n] = keys.filled[n] > 0 ? block_bias(bytes, first + 8 * n) : Vec<float, 2>{0.0f, 0.0f};
+        keys.bias[n] = WHOLE_STEPS || keys.filled[n] > 0 ? block_bias(bytes, first + 8 * n) : Vec<float, 2>{0.0f, 0.0f};
         block_keys(bytes, first + 8 * n, keys.filled[n], scale, minimum, keys.pairs[n]);
         places[n] = p.score + static_cast<int64_t>(header.id) * BLOCK_ENTRIES + first + 8 * n;
       }
