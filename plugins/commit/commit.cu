@@ -34,29 +34,6 @@ struct Ring {
   }
 };
 
-// First old block at or behind b that stays and has an entry above the line; num_old: none. All lanes of all warps.
-HW_DEVICE int next_staying(const Row &row, int b) {
-  for (; b < row.num_old; ++b) {
-    if (row.dissolves(b) || load(row.p.old_ids + row.first_old + b) < 0) continue;
-    bool alive = false;
-    for (int e = lane(); e < BLOCK_ENTRIES; e += 32) alive = alive || row.is_alive(b, e);
-    if (hw::any(alive)) return b;
-  }
-  return row.num_old;
-}
-
-// Tiles in order: new blocks, then (if something is to be absorbed) old blocks that stay. count 0: no more.
-HW_DEVICE Tile first_tile(const Row &row, bool searches, int b) {
-  b = searches ? next_staying(row, b) : row.num_old;
-  if (b == row.num_old) return {b, false, 0, 0};
-  return {b, false, row.kept + b * BLOCK_ENTRIES, load(row.p.old_lens + row.first_old + b)};
-}
-
-HW_DEVICE Tile next_tile(const Row &row, bool searches, const Tile &tile) {
-  if (!tile.is_new) return first_tile(row, searches, tile.index + 1);
-  return tile.index + 1 < row.num_new ? new_tile(row, tile.index + 1) : first_tile(row, searches, 0);
-}
-
 // One tile that has arrived: searched by the slab, and written if it is a new block met for the first time.
 HW_DEVICE void work_on_tile(const Row &row, const KeyViews &v, const Slab &slab, const Tile &tile, int from) {
   const Shared<uint8_t> stage = v.stage(from);
@@ -71,27 +48,27 @@ HW_DEVICE void work_on_tile(const Row &row, const KeyViews &v, const Slab &slab,
   }
   if (slab.count > 0) search(row, v, slab, tile);
   block_sync();
-  if (writes && warp() == 0) store_keys(row, v, tile.index);
+  if (writes && warp() == 0) store_keys(row, v, tile.number);
 }
 
 // One pass over all candidates for one slab of keys below the line (count 0: nothing to search, K is written only).
 // `ahead` is the tile whose copies start next: num_stages - 1 before the one at work.
 HW_DEVICE void stream_tiles(const Row &row, const KeyViews &v, const Slab &slab, Ring &ring) {
   const bool searches = slab.count > 0;
-  Tile tile = row.num_new > 0 ? new_tile(row, 0) : first_tile(row, searches, 0), ahead = tile;
+  Tile tile = tile_of(row, searches, 0), ahead = tile;
   copy_slab(row, v, slab);
   for (int i = 0; i < ring.num_stages - 1 && ahead.count > 0; ++i) {
     copy_tile(row, v, ahead, ring.fill());
-    ahead = next_tile(row, searches, ahead);
+    ahead = tile_of(row, searches, ahead.number + 1);
   }
   barrier_wait(v.bars, QUERY_BARRIER, ring.slabs++ % 2);
   open_slab(row, v, slab);
   fence_async();  // later copies take the place of what was written here
   block_sync();
-  for (; tile.count > 0; tile = next_tile(row, searches, tile)) {
+  for (; tile.count > 0; tile = tile_of(row, searches, tile.number + 1)) {
     if (ahead.count > 0) {
       copy_tile(row, v, ahead, ring.fill());
-      ahead = next_tile(row, searches, ahead);
+      ahead = tile_of(row, searches, ahead.number + 1);
     }
     work_on_tile(row, v, slab, tile, ring.wait(v.bars));
   }

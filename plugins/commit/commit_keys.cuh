@@ -7,11 +7,12 @@
 
 namespace commit {
 
-// A tile of candidates: new block `index`, or the row's old block `index` which stays.
+// A tile of candidates, the row's number-th: its new blocks, then those old ones that work.searched lists.
 struct Tile {
-  int index;
+  int number;
   bool is_new;
-  int first, count;  // candidates [first, first + count)
+  int block;         // of the row's old blocks, if it is not new
+  int first, count;  // candidates [first, first + count); count 0: behind the last tile
 };
 
 // Keys below the line in shared memory: entries [first, first + count), of which the first `coded` have a lower half.
@@ -45,11 +46,9 @@ struct KeyViews {
 
 // Starts the copies of the scales of the row's dissolved blocks. One warp, between copy_begin and copy_end.
 HW_DEVICE void copy_scales(const Row &row, const KeyViews &v) {
-  for (int b = 0; b < row.num_old; ++b) {
-    const int place = load(row.work.cached + b);
-    if (place < 0) continue;
-    copy(v.bars, QUERY_BARRIER, v.scales.at(place * SCALES_BYTES, SCALES_BYTES), row.old_block(b) + K_SCALE,
-         SCALES_BYTES);
+  for (int i = 0; i < row.num_cached; ++i) {
+    const uint8_t *block = row.old_block(load(row.work.dissolved + i));
+    copy(v.bars, QUERY_BARRIER, v.scales.at(i * SCALES_BYTES, SCALES_BYTES), block + K_SCALE, SCALES_BYTES);
   }
 }
 
@@ -156,9 +155,15 @@ HW_DEVICE void open_slab(const Row &row, const KeyViews &v, const Slab &slab) {
 
 // ---- tiles
 
-HW_DEVICE Tile new_tile(const Row &row, int index) {
-  const int first = index * BLOCK_ENTRIES;
-  return {index, true, first, min_of(BLOCK_ENTRIES, row.kept - first)};
+// searches: whether there is anything to absorb, so that old blocks count.
+HW_DEVICE Tile tile_of(const Row &row, bool searches, int number) {
+  if (number < row.num_new) {
+    const int first = number * BLOCK_ENTRIES;
+    return {number, true, 0, first, min_of(BLOCK_ENTRIES, row.kept - first)};
+  }
+  if (!searches || number >= row.num_new + row.num_searched) return {number, false, 0, 0, 0};
+  const int b = load(row.work.searched + number - row.num_new);
+  return {number, false, b, row.kept + b * BLOCK_ENTRIES, load(row.p.old_lens + row.first_old + b)};
 }
 
 // Starts the copies of a tile's raw keys into a stage. All warps.
@@ -168,7 +173,7 @@ HW_DEVICE void copy_tile(const Row &row, const KeyViews &v, const Tile &tile, in
     const int bytes = tile.count * K_ROW;
     copy_begin(v.bars, to, warp() == 0 ? bytes + SCALES_BYTES : 0);
     if (warp() == 0) {
-      const uint8_t *block = row.old_block(tile.index);
+      const uint8_t *block = row.old_block(tile.block);
       copy(v.bars, to, stage.at(0, bytes), block + K_CODES, bytes);
       if constexpr (QUANTIZED) {
         copy(v.bars, to, stage.at(BLOCK_ENTRIES * K_ROW, SCALES_BYTES), block + K_SCALE, SCALES_BYTES);
@@ -204,7 +209,7 @@ HW_DEVICE Channels tile_key(const Row &row, const KeyViews &v, const Tile &tile,
 // Whether candidate r of a tile may absorb: protected entries and those below the line may not.
 HW_DEVICE bool may_absorb(const Row &row, const Tile &tile, int r) {
   if (tile.is_new) return !protects(score_of(row, load(row.work.kept + tile.first + r)));
-  return row.is_alive(tile.index, r) && !protects(score_of(row, source_of(tile.index, r)));
+  return row.is_alive(tile.block, r) && !protects(score_of(row, source_of(tile.block, r)));
 }
 
 // Splits a tile's keys for the search and takes their squares; infinite: may not absorb.

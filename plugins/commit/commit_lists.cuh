@@ -1,4 +1,4 @@
-// Lists of one row: which entries are kept and which lie below the line, and who goes into whom. Indexes only; all of it
+// Lists of one row: which blocks dissolve, which entries are kept and which lie below the line, who goes into whom. Indexes only; all of it
 // is in the order of the tables, so that results do not depend on how threads run.
 #pragma once
 
@@ -12,64 +12,100 @@ HW_DEVICE int count_bits(uint32_t x) {
   return static_cast<int>(((x + (x >> 4)) & 0x0f0f0f0fu) * 0x01010101u >> 24);
 }
 
+// Index of the lowest bit of x > 0.
+HW_DEVICE int lowest_bit(uint32_t x) { return count_bits((x & (0u - x)) - 1); }
+
 HW_DEVICE Row open_row(const CommitParams &p, int index) {
   Row row = {p, Workspace(p)};
   row.index = index, row.head = index % p.kv_heads;
   row.pages = reinterpret_cast<Half *>(load(p.layer_pages + index / p.kv_heads));
   row.first_old = load(p.old_starts + index);
   row.num_old = load(p.old_starts + index + 1) - row.first_old;
-  row.first_new = load(p.new_starts + index);
-  const int end = load(p.new_starts + index + 1);
-  while (row.first_new < end && load(p.is_new + row.first_new) == 0) ++row.first_new;
-  row.num_new = end - row.first_new;
-  row.kept = row.below = row.kept_coded = row.below_coded = row.num_cached = 0;
+  const int first = load(p.new_starts + index), end = load(p.new_starts + index + 1);
+  int fresh = 0;
+  for (int i = first + lane(); i < end; i += 32) fresh += load(p.is_new + i) != 0;
+  row.num_new = warp_sum(fresh), row.first_new = end - row.num_new;
+  row.kept = row.below = row.kept_coded = row.below_coded = 0;
+  row.num_dissolved = row.num_searched = row.num_cached = 0;
   HW_CHECK(row.num_old <= p.max_old_blocks, "commit: more old blocks in a row than the workspace has room for");
   return row;
 }
 
-// Appends the sources of threads that keep theirs, or have it below, in thread order. All threads.
-HW_DEVICE void append_sources(Row &row, int source, bool keep, bool below) {
+// Two lists that grow together, in thread order.
+struct Lists {
+  int32_t *a, *b;
+  int num_a, num_b;
+};
+
+// Appends `value` of the threads that name list a or b. All threads.
+HW_DEVICE void append(const Row &row, Lists &lists, int value, bool to_a, bool to_b) {
   const Shared<int32_t> sums = shared<int32_t>(row.p.at_sums, WARPS);
-  const uint32_t kept_lanes = hw::ballot(keep), below_lanes = hw::ballot(below), before = (1u << lane()) - 1;
-  if (lane() == 0) sums.store(warp(), count_bits(kept_lanes) | count_bits(below_lanes) << 16);
+  const uint32_t lanes_a = hw::ballot(to_a), lanes_b = hw::ballot(to_b), before = (1u << lane()) - 1;
+  if (lane() == 0) sums.store(warp(), count_bits(lanes_a) | count_bits(lanes_b) << 16);
   block_sync();
-  int kept = 0, others = 0;  // of all warps; of those before this one they are where this warp's begin
+#pragma unroll
   for (int w = 0; w < WARPS; ++w) {
     const int both = sums.load(w);
     if (w == warp()) {
-      if (keep) store(row.work.kept + row.kept + kept + count_bits(kept_lanes & before), source);
-      if (below) store(row.work.below + row.below + others + count_bits(below_lanes & before), source);
+      if (to_a) store(lists.a + lists.num_a + count_bits(lanes_a & before), value);
+      if (to_b) store(lists.b + lists.num_b + count_bits(lanes_b & before), value);
     }
-    kept += both & 0xffff, others += both >> 16;
+    lists.num_a += both & 0xffff, lists.num_b += both >> 16;
   }
-  row.kept += kept, row.below += others;
   block_sync();
 }
 
-// Fills work.kept and work.below, and gives dissolved blocks a place for their key scales. All threads.
+HW_DEVICE bool any_alive(const Row &row, int b) {
+  const uint64_t *flags = reinterpret_cast<const uint64_t *>(
+      row.p.alive + static_cast<int64_t>(row.first_old + b) * BLOCK_ENTRIES);  // a multiple of 8 bytes apart
+  uint64_t alive = 0;
+#pragma unroll
+  for (int i = 0; i < BLOCK_ENTRIES / 8; ++i) alive |= load(flags + i);
+  return alive != 0;
+}
+
+// Fills work.dissolved, work.searched and work.cached. All threads.
+HW_DEVICE void list_blocks(Row &row) {
+  Lists lists = {row.work.dissolved, row.work.searched, 0, 0};
+  for (int first = 0; first < row.num_old; first += THREADS) {
+    const int b = first + thread();
+    bool goes = false, is_searched = false;
+    if (b < row.num_old) {
+      const int id = load(row.p.old_ids + row.first_old + b);
+      HW_CHECK(id < row.p.num_blocks, "commit: a block id outside the arena");
+      goes = id >= 0 && row.dissolves(b);
+      is_searched = id >= 0 && !goes && row.p.absorb != 0 && any_alive(row, b);
+    }
+    append(row, lists, b, goes, is_searched);
+  }
+  row.num_dissolved = lists.num_a, row.num_searched = lists.num_b;
+  row.num_cached = QUANTIZED ? min_of(row.num_dissolved, row.p.cached_blocks) : 0;
+  for (int i = thread(); i < row.num_dissolved; i += THREADS) {
+    store(row.work.cached + load(row.work.dissolved + i), i < row.num_cached ? i : -1);
+  }
+}
+
+// Fills work.kept and work.below. All threads.
 HW_DEVICE void list_moving(Row &row) {
   const CommitParams &p = row.p;
-  for (int b = 0; b < row.num_old; ++b) {
-    const bool goes = row.dissolves(b) && load(p.old_ids + row.first_old + b) >= 0;
-    const bool fits = QUANTIZED && goes && row.num_cached < p.cached_blocks;
-    if (thread() == 0) store(row.work.cached + b, fits ? row.num_cached : -1);
-    row.num_cached += fits;
-    if (!goes) continue;
-    HW_CHECK(load(p.old_ids + row.first_old + b) < p.num_blocks, "commit: a block id outside the arena");
-    const int filled = load(p.old_lens + row.first_old + b);
+  list_blocks(row);
+  Lists lists = {row.work.kept, row.work.below, 0, 0};
+  for (int i = 0; i < row.num_dissolved; ++i) {
+    const int b = load(row.work.dissolved + i), filled = load(p.old_lens + row.first_old + b);
     for (int first = 0; first < filled; first += THREADS) {
       const int e = first + thread();
       const bool keep = e < filled && row.is_alive(b, e);
-      append_sources(row, source_of(b, e), keep, e < filled && !keep);
+      append(row, lists, source_of(b, e), keep, e < filled && !keep);
     }
   }
-  row.kept_coded = QUANTIZED ? row.kept : 0, row.below_coded = QUANTIZED ? row.below : 0;
+  row.kept_coded = QUANTIZED ? lists.num_a : 0, row.below_coded = QUANTIZED ? lists.num_b : 0;
   for (int first = 0; first < p.num_staged; first += THREADS) {
     const int i = first + thread();
     const bool is_token = i < p.num_staged && load(p.staged + i) >= 0;
     const bool keep = is_token && load(p.staged_keep + static_cast<int64_t>(row.index) * p.num_staged + i) != 0;
-    append_sources(row, i, keep, is_token && !keep);
+    append(row, lists, i, keep, is_token && !keep);
   }
+  row.kept = lists.num_a, row.below = lists.num_b;
   HW_CHECK(row.kept + row.below <= p.max_moving, "commit: more moving entries than the workspace has room for");
   for (int i = thread(); i < (row.below + 3) / 4 * 4; i += THREADS) store(row.work.nearest + i, -1);
   block_sync();

@@ -77,6 +77,7 @@ struct Workspace {
   int32_t *nearest;                 // [max_moving] candidate of an entry below the line, or -1
   int32_t *kept, *below;            // [max_moving] sources
   int32_t *offset, *cursor;         // [max_moving + max_old_blocks * E + 1] first member of a candidate
+  int32_t *dissolved, *searched;    // [max_old_blocks] old blocks that dissolve; that stay, with an entry above the line
   int32_t *cached;                  // [max_old_blocks] place of a block's key scales in shared memory, or -1
 
   HW_DEVICE explicit Workspace(const CommitParams &p) {
@@ -84,7 +85,8 @@ struct Workspace {
     const int candidates = p.max_moving + p.max_old_blocks * BLOCK_ENTRIES + 1;
     members = reinterpret_cast<Member *>(at), nearest = at + 8 * p.max_moving;  // both 16-byte aligned
     kept = nearest + p.max_moving, below = kept + p.max_moving;
-    offset = below + p.max_moving, cursor = offset + candidates, cached = cursor + candidates;
+    offset = below + p.max_moving, cursor = offset + candidates;
+    dissolved = cursor + candidates, searched = dissolved + p.max_old_blocks, cached = searched + p.max_old_blocks;
   }
 };
 
@@ -98,7 +100,7 @@ struct Row {
   int first_new, num_new;  // new blocks after it
   int kept, below;         // entries
   int kept_coded, below_coded;  // of which the first so many come from dissolved blocks
-  int num_cached;
+  int num_dissolved, num_searched, num_cached;  // old blocks
 
   HW_DEVICE uint8_t *old_block(int b) const {
     return p.blocks + static_cast<int64_t>(load(p.old_ids + first_old + b)) * BLOCK_BYTES;

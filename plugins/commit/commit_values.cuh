@@ -36,11 +36,17 @@ HW_DEVICE int group_count(const Row &row, int group) {
   return group < row.num_new ? min_of(BLOCK_ENTRIES, row.kept - group * BLOCK_ENTRIES) : BLOCK_ENTRIES;
 }
 
-// The chunk that begins with member `first` of `group`, or with the first member of a later group that has any.
+// The chunk that begins with member `first` of `group`, or with the first member of a later group that has any. A lane
+// looks at a group each.
 HW_DEVICE Chunk chunk_from(const Row &row, int group, int first) {
-  for (; group < row.num_new + row.num_old; ++group) {
-    const int end = load(row.work.offset + first_candidate(row, group) + group_count(row, group));
-    if (end > first) return {group, first, min_of(end - first, BLOCK_ENTRIES), end - first <= BLOCK_ENTRIES};
+  const int groups = row.num_new + row.num_old;
+  for (; group < groups; group += 32) {
+    const int mine = min_of(group + lane(), groups - 1);
+    const int mine_end = load(row.work.offset + first_candidate(row, mine) + group_count(row, mine));
+    const uint32_t found = hw::ballot(mine_end > first);
+    if (found == 0) continue;
+    const int next = lowest_bit(found), end = shuffle(mine_end, next);
+    return {group + next, first, min_of(end - first, BLOCK_ENTRIES), end - first <= BLOCK_ENTRIES};
   }
   return {group, first, 0, true};
 }

@@ -164,7 +164,7 @@ def _plan(
         total += num_bytes
     moving = _multiple(sizes.moving, 4)
     candidates = moving + sizes.old_blocks * block.block_entries + 1
-    words = _multiple(11 * moving + 2 * candidates + sizes.old_blocks, 4)
+    words = _multiple(11 * moving + 2 * candidates + 3 * sizes.old_blocks, 4)
     grid = max(1, min(sizes.rows, num_multiprocessors * (2 if shared else 1)))
     fields = {
         **offsets, "num_stages": stages, "query_rows": query_rows, "cached_blocks": _cached_blocks(block, sizes),
@@ -184,7 +184,7 @@ def launch_commit(
     for name, value in plan.fields:
         setattr(params, name, value)
     params.tiny_weight = TINY_WEIGHT
-    for name in ("blocks", "score", "workspace"):
+    for name in ("blocks", "score", "workspace", "alive"):
         address = getattr(params, name) or 0
         if address % 16:
             raise LaunchError(f"commit: {name} lies at {address:#x}, expected a multiple of 16; align it")

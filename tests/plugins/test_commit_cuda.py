@@ -27,8 +27,7 @@ INT4, K8V4, INT8, STORED_BF16, STORED_FP16 = GEOMETRIES[:5]
 
 
 @pytest.mark.parametrize("case", GEOMETRIES, ids=lambda c: c.name)
-@pytest.mark.parametrize("gate", [None, 0.35, 2.0])
-@pytest.mark.parametrize("share", [0.1, 0.4, 1.0])
+@pytest.mark.parametrize(("gate", "share"), [(None, 0.4), (0.35, 0.1), (0.35, 0.4), (2.0, 0.4), (0.35, 1.0)])
 def test_equals_reference(case: CommitCase, gate: float | None, share: float) -> None:
     seed = int(10 * share)
     commit = draw(replace(case, entries=3 * case.block_entries), share, gate, seed=seed)
