@@ -80,7 +80,7 @@ class PluginFields:
         return next(name for name in ELEMENTS if name == self.element)
 
     @classmethod
-    def extend(cls: type[F], base: PluginFields, **more: int | float | bytes) -> F:
+    def extend(cls: type[F], base: PluginFields, **more: Any) -> F:
         """`base` with the attributes of one operation."""
         shared: dict[str, Any] = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
         return cls(**shared, **more)

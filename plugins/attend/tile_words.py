@@ -59,7 +59,7 @@ class StepKernels:
         return cls(AttendKernel(shape, DECODE_ROWS, sm), AttendKernel(shape, CHUNK_ROWS, sm), ScoreKernel(shape, sm))
 
     @property
-    def all(self) -> tuple[AttendKernel, AttendKernel, ScoreKernel]:
+    def all(self) -> tuple[AttendKernel | ScoreKernel, ...]:
         return self.decode, self.chunk, self.score
 
 
