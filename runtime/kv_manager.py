@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from plugins.layout import QUANTIZED, BlockLayout, PageLayout
 from runtime.commit_planner import CommitDraft, draft_commit, make_line_plan
 from runtime.config import DTYPE_BYTES, EngineLimits, ModelSpec
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, UnsupportedPolicyError
 from runtime.kv_state import ConversationKv, Page, make_block_table
 from runtime.lifecycle import Event, State, transition
 from runtime.page_pool import ByteBudget, IdPool
@@ -56,7 +56,11 @@ class CommitReservation:
 class KvManager:
     """Pages and blocks of all conversations within `kv_memory_bytes`."""
 
-    def __init__(self, spec: ModelSpec, limits: EngineLimits, kv_memory_bytes: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, limits: EngineLimits, kv_memory_bytes: int, only_format: str | None = None
+    ) -> None:
+        """only_format: of all blocks, where the executor reads one block format alone."""
+        self._only_format = only_format
         self.spec = spec
         self.page_tokens = limits.page_tokens
         self.block_entries = limits.block_entries
@@ -105,11 +109,16 @@ class KvManager:
     def open(self, handle: int, policy: Policy) -> None:
         """Starts an empty cache; its first tokens are protected as the policy says.
 
-        Raises UnsupportedPolicyError, with nothing changed, for a policy that this model cannot have.
+        Raises UnsupportedPolicyError, with nothing changed, for a policy that this model or engine cannot have.
         """
         assert handle not in self._conversations, handle
         check_model(policy, self.spec)
         block_format = self._kv_dtype if policy.block_format == "kv" else policy.block_format
+        if policy.compresses and self._only_format not in (None, block_format):
+            raise UnsupportedPolicyError(
+                f"policy {policy.name}: keeps {block_format} blocks, expected {self._only_format}, the one format that "
+                f"this engine was built for; choose another policy, or build the engine with --policy {policy.name}"
+            )
         kv = ConversationKv(policy, block_format, self.spec.num_kv_rows, self.page_tokens)
         kv.protect(0, policy.protection.sink_tokens)
         self._conversations[handle] = kv

@@ -135,9 +135,11 @@ class StepBindings:
 class TrtEngine:
     """Runs steps on one stream of one GPU."""
 
-    def __init__(self, module: TrtModule, plan: bytes, interface: EngineInterface, device: torch.device) -> None:
-        """The plugins' creators must be registered. Raises DeviceError or ManifestError."""
-        self._trt, self._interface, self.device = module, interface, device
+    def __init__(
+        self, module: TrtModule, plan: bytes, interface: EngineInterface, device: torch.device, plugins: object
+    ) -> None:
+        """plugins: registered creators, kept as long as the engine. Raises DeviceError or ManifestError."""
+        self._trt, self._interface, self.device, self._plugins = module, interface, device, plugins
         self._logger = module.Logger(module.ILogger.WARNING)
         self._runtime = module.Runtime(self._logger)
         engine = self._runtime.deserialize_cuda_engine(plan)

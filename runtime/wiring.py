@@ -53,7 +53,8 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
         load_policy(engine_dir / POLICY_FILE, spec)
     get_policy(limits.policy)  # refused at start, not at the first turn
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
-    manager = KvManager(spec, limits, config.kv_memory_bytes)
+    only_format = manifest.trt.step.block_format if manifest.trt is not None else None
+    manager = KvManager(spec, limits, config.kv_memory_bytes, only_format)
     make_executor = _EXECUTORS[config.device]
     executor = make_executor(engine_dir, manifest, manager)
     tokenizer = load_tokenizer(engine_dir, manifest)
@@ -101,7 +102,7 @@ def _gpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager) -> E
     if manifest.target == "trt":
         from runtime.trt_loading import trt_executor  # needs TensorRT
 
-        return trt_executor(engine_dir, manifest, manager, kernels)
+        return trt_executor(engine_dir / manifests.PLAN_FILE, manifest, manager, kernels)
     if manifest.target != "cpu":
         raise ManifestError(
             f"engine: {engine_dir} was built for {manifest.target}, expected cpu or trt on device cuda; an engine of "

@@ -107,8 +107,8 @@ def test_arenas_are_counted_before_they_are_taken() -> None:
     assert arena_bytes(manager, BF16, registry.get_policy("full")) == pages
 
 
-def edited(engine_dir: Path, target: Path, part: str | None, **changes: object) -> Path:
-    engine = shutil.copytree(engine_dir, target)
+def edited(engine_dir: Path, copy: Path, part: str | None, **changes: object) -> Path:
+    engine = shutil.copytree(engine_dir, copy)
     data = json.loads((engine / "manifest.json").read_text(encoding="utf-8"))
     (data if part is None else data[part]).update(changes)
     (engine / "manifest.json").write_text(json.dumps(data), encoding="utf-8")
@@ -134,5 +134,5 @@ def test_other_devices_are_refused() -> None:
 
 
 def test_an_engine_for_tensorrt_needs_the_gpu(tiny_engine_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(ManifestError, match=r"was built for trt, expected cpu|lists no"):
+    with pytest.raises(ManifestError, match="was built for trt, expected cpu"):
         load_engine(edited(tiny_engine_dir, tmp_path / "trt", None, target="trt"), CONFIG)
