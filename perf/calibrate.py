@@ -169,7 +169,9 @@ def picture(points: Sequence[Point], curve: Sequence[Point], chosen: Point, path
     axes.plot([p.kv_share for p in curve], [p.kl for p in curve], color="C0")
     for p in curve:
         axes.annotate(f"{p.budget:g}", (p.kv_share, p.kl), textcoords="offset points", xytext=(6, 4), fontsize=8)
-    axes.plot(chosen.kv_share, chosen.kl, "o", color="C3", label=f"chosen: budget {chosen.budget:g}")
+    axes.plot(
+        chosen.kv_share, chosen.kl, "o", color="C3", markersize=9, zorder=5, label=f"chosen: budget {chosen.budget:g}"
+    )
     axes.set_xlabel("KV bytes / full cache in fp16")
     axes.set_ylabel("KL to the full cache, nats")
     axes.set_xlim(left=0)

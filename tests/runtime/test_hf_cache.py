@@ -247,6 +247,29 @@ def test_a_prompt_may_come_in_chunks(llama: Tiny) -> None:
     assert torch.equal(llama.answer(text, CommitKVCache("full", model=llama.model), prefill_chunk_size=37), whole)
 
 
+def test_assisted_decoding_works_where_crop_leaves_no_trace(llama: Tiny) -> None:
+    text = llama.ids("The quick brown fox " * 4)
+    expected = llama.answer(text, CommitKVCache("full", model=llama.model))
+    cache = CommitKVCache("full", model=llama.model)
+    assert torch.equal(llama.answer(text, cache, assistant_model=llama.model), expected)
+    assert cache.get_seq_length() in (expected.shape[1] - 1, expected.shape[1])
+    cache._manager.check_invariants()
+
+
+def test_half_precision_is_kept_in_its_own_type(tmp_path: Path) -> None:
+    tiny = _tiny(tmp_path, "qwen3")
+    tiny.model.to(torch.bfloat16)
+    text = tiny.ids("Text in half precision, " * 20)
+    with torch.no_grad():
+        expected = tiny.model(text).logits.float()
+    cache = CommitKVCache(UNPROBED, model=tiny.model)
+    with torch.no_grad():
+        logits = torch.cat([tiny.model(piece, cache=cache).logits for piece in text.split(37, dim=1)], dim=1).float()
+    assert (logits - expected).norm() / expected.norm() < 0.02
+    cache.commit()
+    assert cache.stats().evicted > 100
+
+
 def test_tight_memory_commits_early_or_says_so(llama: Tiny) -> None:
     roomy = CommitKVCache(UNPROBED, model=llama.model)
     needed = roomy._manager.page_layout.page_bytes * 40 + roomy._manager.budget.headroom_bytes
