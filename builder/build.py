@@ -41,7 +41,6 @@ from builder.plan_report import memory_report, parse_bytes  # noqa: E402
 from builder.trt_api import PACKAGES, check_sm, load_builder  # noqa: E402
 from builder.trt_api import Builder as TrtBuilder  # noqa: E402
 from builder.trt_engine import block_format_of, check_limits, native_shape, plan_writer, trt_facts  # noqa: E402
-from builder.trt_engine import default_dtype as gpu_dtype  # noqa: E402
 from builder.weights.checkpoint import Checkpoint, parse_tokenizer  # noqa: E402
 from builder.weights.detect import read_checkpoint  # noqa: E402
 from plugins.linear.native import runs_bf16  # noqa: E402
@@ -84,7 +83,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--dtype",
         choices=("auto", *DTYPE_BYTES),
         default="auto",
-        help="weights and activations (auto: bf16 where the CPU or GPU has it, else fp32 on a CPU, fp16 on a GPU)",
+        help="weights and activations (auto: bf16; fp32 on a CPU that has no kernel for it)",
     )
     add(
         "--weight-dtype",
@@ -117,11 +116,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def default_dtype(target: str, sm: int | None) -> DType:
-    """bf16 where it is fast."""
-    if target != "cpu":
-        return gpu_dtype(sm)
-    return "bf16" if runs_bf16() else "fp32"
+def default_dtype(target: str) -> DType:
+    """bf16, which no activation overflows, where it is fast."""
+    return "bf16" if target != "cpu" or runs_bf16() else "fp32"
 
 
 def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimits:
@@ -139,7 +136,7 @@ def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimit
             f"{checkpoint.spec.name}: attention slides over {window} tokens, expected no window shorter than the "
             f"engine's {length}; pass --max-seq-len {window} or less, up to which the answers are exact"
         )
-    dtype: DType = args.dtype if args.dtype != "auto" else default_dtype(args.target, args.sm)
+    dtype: DType = args.dtype if args.dtype != "auto" else default_dtype(args.target)
     get_policy(args.policy)
     return EngineLimits(
         dtype=dtype,
@@ -226,7 +223,7 @@ def make_content(
 
 def make_shape(args: argparse.Namespace, spec: ModelSpec, limits: EngineLimits, sm: int) -> EngineShape:
     """Shape of a GPU engine; ConfigError for what its form does not run."""
-    check_limits(limits, sm)
+    check_limits(limits)
     if args.target == "trt-rtx":
         return native_shape(spec, limits, args.max_step_tokens)
     from builder.trt_insert import plugin_step

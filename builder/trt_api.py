@@ -93,13 +93,12 @@ PACKAGES: dict[TrtTarget, TrtPackage] = {
         module="tensorrt_rtx",
         distribution="tensorrt-rtx-cu13",
         major=1,
-        sms=(75, 80, 86, 89, 120, 121),
-        refusal="TensorRT-RTX builds for RTX cards, not for data-centre Hopper and Blackwell; on an H100 use "
-        "--target trt",
+        sms=(80, 86, 89, 120, 121),
+        refusal="TensorRT-RTX builds for RTX cards, not for data-centre Hopper and Blackwell (on an H100 use "
+        "--target trt), and for SM 75 without the fp32 products that attention of plain layers takes",
         install="pip install '.[rtx]'",
     ),
 }
-FIRST_BF16_SM = 80
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,10 +12,10 @@ from builder.engine_writer import ContentWriter, read_weight, write_file
 from builder.lower_torch import TORCH_DTYPE
 from builder.lower_trt import EngineShape, PluginInsert, build_network
 from builder.model import weight_recipes
-from builder.trt_api import FIRST_BF16_SM, Builder, TrtModule
+from builder.trt_api import Builder, TrtModule
 from builder.weights.checkpoint import Checkpoint
 from plugins.layout import BlockFormat
-from runtime.config import DType, EngineLimits, ModelSpec
+from runtime.config import EngineLimits, ModelSpec
 from runtime.engine_interface import MAX_ELEMENTS, EngineInterface, StepLimits
 from runtime.errors import BuildError, ConfigError
 from runtime.manifest import PLAN_FILE, EngineFile, TrtFacts
@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 GPU_DTYPES = ("fp16", "bf16")
 
 
-def default_dtype(sm: int | None) -> DType:
-    """bf16, which no activation overflows; fp16 where the GPU does not have it."""
-    return "fp16" if sm is not None and sm < FIRST_BF16_SM else "bf16"
-
-
-def check_limits(limits: EngineLimits, sm: int | None) -> None:
-    """Raises ConfigError for what no GPU form runs. sm: None where it is not known yet."""
+def check_limits(limits: EngineLimits) -> None:
+    """Raises ConfigError for what no GPU form runs."""
     if limits.dtype not in GPU_DTYPES:
         raise ConfigError(
             f"dtype: got {limits.dtype}, expected {' or '.join(GPU_DTYPES)} on a GPU; pass --dtype bf16 or fp16"
@@ -48,10 +43,6 @@ def check_limits(limits: EngineLimits, sm: int | None) -> None:
         raise ConfigError(
             f"weight_dtype: got {limits.weight_dtype}, expected same: engines for a GPU keep weights in "
             f"{limits.dtype}; leave --weight-dtype out"
-        )
-    if sm is not None and sm < FIRST_BF16_SM and limits.dtype == "bf16":
-        raise ConfigError(
-            f"dtype: got bf16 for SM {sm}, expected fp16: bf16 needs SM {FIRST_BF16_SM}; pass --dtype fp16"
         )
 
 
