@@ -14,7 +14,7 @@ import torch
 from perf.kernel_cases import make_attend_case, make_commit_case
 from perf.kernel_shapes import HEADS, CommitShape, Heads, KernelShape
 from plugins.attend.cuda import CudaAttend
-from plugins.commit.cuda import CudaPublish
+from plugins.commit.cuda import SHARED_BYTES, CudaPublish
 from plugins.emulation.runner import EmulatedRunner
 from plugins.layout import BlockFormat
 from plugins.staging import TableStaging
@@ -90,7 +90,7 @@ def _count_attend(operation: str, shape: KernelShape, *, record: bool) -> ByteCo
 def _count_commit(shape: CommitShape) -> ByteCount:
     runner = EmulatedRunner()
     case = make_commit_case(shape, ELEMENT, runner.device)
-    absorbed, _ = CudaPublish(runner)(case.memory, case.params, case.decision)
+    absorbed, _ = CudaPublish(runner, SHARED_BYTES["sm_90a"])(case.memory, case.params, case.decision)
     assert absorbed == 0, "random keys lie far apart; values of absorbed entries would be read too"
     counters = runner.counters
     moved = counters.bulk_read + counters.bulk_written
