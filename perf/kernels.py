@@ -21,6 +21,9 @@ from perf.kernel_report import Session
 from perf.kernel_runs import AttendRow, Bench, CommitRow, measure_attend, measure_commit
 from perf.kernel_shapes import HEADS, Heads, KernelShape, attend_shapes, commit_shapes
 from perf.kernel_timing import Stopwatch
+from plugins import occupancy
+from plugins.compile import SMS
+from plugins.errors import KernelError
 from runtime.errors import DeviceError
 from runtime.gpu import open_gpu, open_kernels
 from runtime.gpu_facts import GpuFacts, read_gpu
@@ -46,6 +49,19 @@ def count_bytes(models: Sequence[Heads]) -> int:
               file=sys.stderr)  # fmt: skip
         return 1
     return 0
+
+
+def print_occupancy(sm: str) -> int:
+    """Prints how the compiled kernels fill a multiprocessor; 1 if one misses its plan or nothing can be compiled."""
+    print(f"\n### Occupancy on {sm}, bf16 pages (python -m plugins.occupancy prints every instantiation)\n")
+    chosen = tuple(geometry for geometry in occupancy.geometries() if geometry.element == "bf16")
+    try:
+        rows = occupancy.occupancy_rows(sm, chosen)
+    except KernelError as error:
+        print(f"kernels: {error}", file=sys.stderr)
+        return 1
+    print(occupancy.table(rows))
+    return int(any(row.complaint for row in rows))
 
 
 def measure(models: Sequence[Heads], rounds: int, *, quick: bool) -> Session:
@@ -114,6 +130,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m perf.kernels", description=(__doc__ or "").split("\n")[0])
     names = [heads.name for heads in HEADS]
     parser.add_argument("--emulated", action="store_true", help="count bytes on the CPU; needs a C++ compiler, no GPU")
+    parser.add_argument("--sm", choices=SMS, default="sm_90a", help="of the occupancy table (%(default)s)")
     parser.add_argument("--model", choices=names, action="append", help="one or more (default: all)")
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds; medians are over them (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="only shapes of up to 128k tokens together")
@@ -128,7 +145,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse_arguments(argv)
     if options.emulated:
-        return count_bytes(options.models)
+        return max(count_bytes(options.models), print_occupancy(options.sm))
     try:
         session = measure(options.models, options.rounds, quick=options.quick)
     except DeviceError as error:
