@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from plugins.append.cuda import CudaAppendParams, append_kernel, launch_append
 from plugins.kernel import Kernel
@@ -39,7 +40,7 @@ class AppendFields(PluginFields):
 
     append_cubin: bytes = field(repr=False)
 
-    @property
+    @cached_property
     def kernel(self) -> Kernel:
         return append_kernel(self.page, self.element_type)
 

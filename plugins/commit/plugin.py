@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from plugins.commit.cuda import (
     SHARED_BYTES,
@@ -69,7 +70,7 @@ class CommitFields(PluginFields):
     gate: float
     commit_cubin: bytes = field(repr=False)
 
-    @property
+    @cached_property
     def kernel(self) -> Kernel:
         return commit_kernel(self.page, self.block, self.element_type)
 
