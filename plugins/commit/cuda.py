@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import torch
@@ -56,8 +56,8 @@ class CommitSizes:
     """Bounds on what one launch meets.
 
     rows: layers * G.   Of any one row: moving: staged tokens and filled entries of dissolved blocks; below: those of
-    them below the line; old_blocks: blocks before the commit, dissolved_blocks: of them. shared_bytes: see
-    SHARED_BYTES.
+    them below the line, 0 without a gate; old_blocks: blocks before the commit, dissolved_blocks: of them.
+    shared_bytes: see SHARED_BYTES.
     """
 
     rows: int
@@ -96,14 +96,16 @@ def commit_kernel(page: PageLayout, block: BlockLayout, element: Element) -> Ker
 def plan_commit(block: BlockLayout, sizes: CommitSizes, num_multiprocessors: int) -> CommitPlan:
     """Divides shared memory and the workspace. Raises UnsupportedShapeError where a block does not fit this GPU.
 
-    Two blocks share a multiprocessor where all keys below the line fit half of its memory, with as many stages as fit
-    too; else one block has it to itself; and where the keys do not fit at all they are searched slab by slab.
+    Two blocks share a multiprocessor where there are rows for both and all keys below the line fit half of its memory,
+    with as many stages as fit too; else one block has it to itself; and where the keys do not fit at all they are
+    searched slab by slab.
     """
     coded = min(sizes.below, sizes.dissolved_blocks * block.block_entries) if block.quantized else 0
     # Entries of dissolved blocks take a second row, for what their keys have beyond fp16 or bf16.
     wanted = _multiple(max(MIN_QUERY_ROWS, min(sizes.below, sizes.moving) + coded + 16), 32)
     half = (sizes.shared_bytes + RESERVED_BYTES) // 2 - RESERVED_BYTES
-    for budget, stages in (*((half, n) for n in STAGES), *((sizes.shared_bytes, n) for n in STAGES)):
+    budgets = (half, sizes.shared_bytes) if sizes.rows > num_multiprocessors else (sizes.shared_bytes,)
+    for budget, stages in product(budgets, STAGES):
         regions = _regions(block, sizes, stages, wanted)
         if sum(regions.values()) <= budget:
             return _plan(block, sizes, regions, (stages, wanted, budget == half), num_multiprocessors)
@@ -264,7 +266,7 @@ class CudaPublish:
         return CommitSizes(
             rows=memory.num_rows,
             moving=staged + int(filled.max()),
-            below=int((staged + filled - kept - alive).max()),
+            below=0 if params.absorb_gate is None else int((staged + filled - kept - alive).max()),
             old_blocks=int(starts.diff().max()),
             dissolved_blocks=int(zeros.index_add(0, row[gone], torch.ones_like(row)[gone]).max()),
             shared_bytes=self.shared_bytes,
