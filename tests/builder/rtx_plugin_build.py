@@ -8,6 +8,7 @@ parser loads the library by that name when it meets a plugin, and ends the proce
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from dataclasses import replace
@@ -41,19 +42,23 @@ MODELS = {
     "smollm2": ModelSpec("llama", 30, 576, 1536, 9, 3, 64, 49152, 1e-5, RopeSpec(100000.0), 8192, True),
 }
 NUM_LAYERS = TINY.num_layers
+LARGEST = 512  # of every size of a network of one plugin
 STEP: tuple[Operation, ...] = ("append", "attend")
 
 
 class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
-    """Keeps errors."""
+    """Keeps errors, and what the builder says of the memory that its largest layer takes."""
 
     def __init__(self) -> None:
         trt.ILogger.__init__(self)
         self.errors: list[str] = []
+        self.scratch_bytes = 0
 
     def log(self, severity: Any, msg: str) -> None:
         if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR):
             self.errors.append(msg)
+        found = re.search(r"Max Scratch Memory: (\d+) bytes", msg)
+        self.scratch_bytes = int(found.group(1)) if found else self.scratch_bytes
 
 
 def no_device(sm: str, cubins: Any) -> Any:
@@ -68,6 +73,15 @@ class Bench:
         self.builder = trt.Builder(self.logger)
         self.network = self.builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         self.profile = self.builder.create_optimization_profile()
+        self.largest: dict[str, int] = {}
+
+    def workspace_bytes(self, all_fields: list[PluginFields]) -> int:
+        """What the plugins ask for at the profile's largest sizes."""
+        creators = {body.fields_type: PLUGINS.creators[name] for name, body in BODIES.items()}
+        return max(
+            creators[type(fields)].make(fields).workspace_bytes({**self.largest, **fields.sizes()})
+            for fields in all_fields
+        )
 
     def build(self) -> bytes | None:
         config = self.builder.create_builder_config()
@@ -99,6 +113,7 @@ class Bench:
         kept = build_network(trt, self.network, shape, weights, insert)
         for binding in shape.interface.inputs:
             self.profile.set_shape(binding.name, *shape.interface.profile(binding))
+        self.largest = {dim.name: dim.most for dim in shape.interface.dims}
         return list(nodes.values()), (insert, kept)
 
     def alone(self, operation: str, fields: PluginFields) -> tuple[list[PluginFields], Any]:
@@ -119,8 +134,9 @@ class Bench:
         fixed = fields.sizes()
         shape = tuple(fixed.get(name, -1) for name in tensor.dims)
         self.profile.set_shape(
-            tensor.name, *(tuple(fixed.get(name, size) for name in tensor.dims) for size in (1, 64, 512))
+            tensor.name, *(tuple(fixed.get(name, size) for name in tensor.dims) for size in (1, 64, LARGEST))
         )
+        self.largest |= dict.fromkeys(tensor.dims, LARGEST)
         return self.network.add_input(tensor.name, types[kind], shape)
 
     def case(self, name: str) -> tuple[list[PluginFields], Any]:
@@ -159,6 +175,8 @@ def build(name: str, dtype: str, sm: str) -> dict[str, Any]:
         "plugins": sum(layer.type == trt.LayerType.PLUGIN_V3 for layer in layers),
         "cubins": [0 if plan is None else plan.count(cubin) for cubin in cubins],
         "errors": bench.logger.errors,
+        "scratch_bytes": bench.logger.scratch_bytes,
+        "workspace_bytes": bench.workspace_bytes(fields),
         "seconds": round(time.monotonic() - started, 1),
     }
 

@@ -87,10 +87,11 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 def check_built(result: dict[str, Any], plugins: int) -> None:
-    """The plan exists, has all plugins, and carries each kernel once per plugin that runs it."""
+    """The plan has all plugins, carries each kernel once per plugin that runs it, and reserves their workspace."""
     assert result["errors"] == [] and result["plan_bytes"] > 0, result
     assert result["plugins"] == plugins
     assert min(result["cubins"]) > 0 and sum(result["cubins"]) >= plugins, result
+    assert result["scratch_bytes"] >= result["workspace_bytes"], "room for the profile's largest step"
 
 
 def test_the_step_network_builds(outcome: Outcome) -> None:
