@@ -17,6 +17,8 @@ T = TypeVar("T")
 Kind = Literal["real", "model", "kv", "fp16", "int32"]
 """real: the type sums are taken in (fp32).   model, kv: the engine's dtype and kv_dtype."""
 
+Axes = Sequence[int]
+
 
 class Layers(Protocol[T]):
     """Reduced axes are kept with size 1."""
@@ -31,8 +33,11 @@ class Layers(Protocol[T]):
 
     def cast(self, x: T, kind: Kind) -> T: ...
 
-    def reshape(self, x: T, shape: Sequence[int]) -> T:
-        """0 keeps the size of that axis, -1 (at most one) takes what is left."""
+    def reshape(self, x: T, shape: Sequence[int], first: Axes = (), then: Axes = ()) -> T:
+        """0 keeps the size of that axis, -1 (at most one) takes what is left.
+
+        first, then: order of axes before and after, where it changes. One layer in all, so cheaper than `transpose`.
+        """
         ...
 
     def transpose(self, x: T, axes: Sequence[int]) -> T: ...
@@ -99,6 +104,8 @@ class Layers(Protocol[T]):
 
     def reduce_sum(self, x: T, axes: Sequence[int]) -> T: ...
 
+    def reduce_mean(self, x: T, axes: Sequence[int]) -> T: ...
+
     def sum_before(self, x: T) -> T:
         """x [n] int32 -> [n] int32: the sum of the entries before each one."""
         ...
@@ -124,8 +131,10 @@ class TorchLayers:
     def cast(self, x: torch.Tensor, kind: Kind) -> torch.Tensor:
         return x.to(self._dtypes[kind])
 
-    def reshape(self, x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        return x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape)])
+    def reshape(self, x: torch.Tensor, shape: Sequence[int], first: Axes = (), then: Axes = ()) -> torch.Tensor:
+        x = x.permute(*first) if first else x
+        x = x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape)])
+        return x.permute(*then) if then else x
 
     def transpose(self, x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         return x.permute(*axes)
@@ -206,6 +215,9 @@ class TorchLayers:
 
     def reduce_sum(self, x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
         return x.sum(dim=tuple(axes), keepdim=True)
+
+    def reduce_mean(self, x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
+        return x.mean(dim=tuple(axes), keepdim=True)
 
     def sum_before(self, x: torch.Tensor) -> torch.Tensor:
         return (x.cumsum(0) - x).to(torch.int32)

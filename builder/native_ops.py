@@ -12,6 +12,7 @@ G KV heads, M query heads per KV head, R rows, P pages, T page tokens, B blocks,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -28,22 +29,28 @@ NOTHING = -1e30  # logit of what a row does not see, and log-sum-exp of a row th
 
 @dataclass(frozen=True, eq=False)
 class Arenas(Generic[T]):
-    """What attention reads and raises: pages and seen of one layer, blocks and score of all."""
+    """What attention reads: pages and seen of one layer, blocks of all."""
 
     pages: T
     seen: T
     blocks: T
-    score: T
+
+
+@dataclass(frozen=True, eq=False)
+class Raised(Generic[T]):
+    """seen [pages, G, T] fp16, raised; entry_weights [B, E] real: what the layer's `score` is to be raised to."""
+
+    seen: T
+    entry_weights: T
 
 
 @dataclass(frozen=True, eq=False)
 class Attended(Generic[T]):
-    """out [R, G * M, D] model;   lse [R, G * M] real;   the raised seen and score."""
+    """out [R, G * M, D] model;   lse [R, G * M] real."""
 
     out: T
     lse: T
-    seen: T
-    score: T
+    raised: Raised[T]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +83,7 @@ class NativeOps(Generic[T]):
         """q [R, G * M, D] model, rotated. `arenas.pages` holds this step's tokens already."""
         n, zero, heads = self._l, self._real(0.0), self._g.kv_heads * self._g.group_size
         blocks = self._step.blocks(layer)
-        entries = self._reader.read(n.gather(arenas.blocks, blocks.pick.target))
+        entries = self._reader.read(n.gather(arenas.blocks, blocks.ids))
         page_keys, page_values = self._listed(arenas.pages)
         logits = self._logits(q, page_keys, entries)
         top = self._top(logits, blocks)
@@ -84,31 +91,35 @@ class NativeOps(Generic[T]):
         total = n.add(n.reduce_sum(powers.pages, (3,)), n.reduce_sum(powers.blocks, (3,)))
         total = n.select(n.less(zero, total), total, self._real(1.0))
         weights = _Parts(n.div(powers.pages, total), n.div(powers.blocks, total))
-        there = n.reshape(self._step.token_valid, (1, 1, -1, 1))  # weights of 0 would not hide a NaN
-        of_pages = n.matmul(weights.pages, n.select(there, page_values, zero))
-        out = n.add(of_pages, n.matmul(weights.blocks, self._flat(entries.values)))
-        seen, score = self._raise(weights, blocks, arenas)
+        page_values = n.select(self._step.token_there, page_values, zero)  # weights of 0 would not hide a NaN
+        out = n.matmul(weights.pages, page_values)
+        out = n.add(out, n.matmul(weights.blocks, self._flat(entries.values)))
+        rows_first = (2, 0, 1, 3)
         return Attended(
-            out=n.cast(n.reshape(n.transpose(out, (2, 0, 1, 3)), (0, heads, self._g.head_dim)), "model"),
-            lse=n.reshape(n.transpose(n.add(top, n.log(total)), (2, 0, 1, 3)), (0, heads)),
-            seen=seen,
-            score=score,
+            out=n.cast(n.reshape(out, (0, heads, self._g.head_dim), first=rows_first), "model"),
+            lse=n.reshape(n.add(top, n.log(total)), (0, heads), first=rows_first),
+            raised=self._raise(weights, blocks, arenas.seen),
         )
 
-    def score(self, layer: int, q: T, lse: T, arenas: Arenas[T]) -> tuple[T, T]:
-        """Raises seen and score by exp(logit - lse) of the rows that record, where lse [R, G * M] real is known."""
+    def score(self, layer: int, q: T, lse: T, arenas: Arenas[T]) -> Raised[T]:
+        """Raises by exp(logit - lse) of the rows that record, where lse [R, G * M] real is known."""
         n, g = self._l, self._g
         blocks = self._step.blocks(layer)
-        entries = self._reader.read(n.gather(arenas.blocks, blocks.pick.target))
+        entries = self._reader.read(n.gather(arenas.blocks, blocks.ids))
         logits = self._logits(q, self._listed(arenas.pages)[0], entries)
-        known = n.transpose(n.reshape(lse, (0, g.kv_heads, g.group_size, 1)), (1, 2, 0, 3))
-        return self._raise(self._powers(logits, known, blocks), blocks, arenas)
+        known = n.reshape(lse, (0, g.kv_heads, g.group_size, 1), then=(1, 2, 0, 3))
+        return self._raise(self._powers(logits, known, blocks), blocks, arenas.seen)
+
+    def raise_score(self, score: T, entry_weights: Sequence[T]) -> T:
+        """score [blocks, E] fp16, raised by what each layer gave; once for all of them, since a block has one layer."""
+        values = self._l.concat(entry_weights, axis=0)
+        return self._put_larger(score, values, self._step.picked_entry_valid, self._step.block_pick)
 
     def _logits(self, q: T, page_keys: T, entries: Entries[T]) -> _Parts[T]:
         """Of everything listed, seen by the row or not."""
         n, g = self._l, self._g
-        split = n.reshape(n.cast(q, "real"), (0, g.kv_heads, g.group_size, g.head_dim))
-        queries = n.transpose(n.mul(split, self._real(g.scale)), (1, 2, 0, 3))
+        split = n.reshape(q, (0, g.kv_heads, g.group_size, g.head_dim), then=(1, 2, 0, 3))
+        queries = n.mul(n.cast(split, "real"), self._real(g.scale))
         of_blocks = n.matmul(queries, self._flat(entries.keys), transpose_b=True)
         bias = n.reshape(entries.bias, (1, 1, 1, -1))
         return _Parts(n.matmul(queries, page_keys, transpose_b=True), n.add(of_blocks, bias))
@@ -120,8 +131,8 @@ class NativeOps(Generic[T]):
     def _listed(self, pages: T) -> tuple[T, T]:
         """Keys and values [G, 1, P * T, D] real of all listed pages, whatever unwritten tokens hold."""
         n, g = self._l, self._g
-        listed = n.transpose(n.gather(pages, self._step.page_pick.target), (2, 1, 0, 3, 4))
-        listed = n.cast(n.reshape(listed, (2, g.kv_heads, 1, -1, g.head_dim)), "real")
+        listed = n.gather(pages, self._step.page_pick.target)
+        listed = n.cast(n.reshape(listed, (2, g.kv_heads, 1, -1, g.head_dim), first=(2, 1, 0, 3, 4)), "real")
         return n.take(listed, 0, 0), n.take(listed, 0, 1)
 
     def _top(self, logits: _Parts[T], blocks: BlockList[T]) -> T:
@@ -136,16 +147,16 @@ class NativeOps(Generic[T]):
         pages, entries = (n.exp(n.sub(part, top)) for part in (logits.pages, logits.blocks))
         return _Parts(n.select(self._step.page_mask, pages, zero), n.select(blocks.mask, entries, zero))
 
-    def _raise(self, weights: _Parts[T], blocks: BlockList[T], arenas: Arenas[T]) -> tuple[T, T]:
-        """seen and score, raised to the largest weight over recorded rows and the query heads of the group."""
+    def _raise(self, weights: _Parts[T], blocks: BlockList[T], seen: T) -> Raised[T]:
+        """By the largest weight over recorded rows and the query heads of the group."""
         n, g, zero = self._l, self._g, self._real(0.0)
         of_pages = n.reduce_max(n.select(self._step.page_recorded, weights.pages, zero), (1, 2))
-        by_page = n.transpose(n.reshape(of_pages, (g.kv_heads, -1, g.page_tokens)), (1, 0, 2))
-        seen = self._put_larger(arenas.seen, by_page, self._step.picked_token_valid, self._step.page_pick)
+        by_page = n.reshape(of_pages, (g.kv_heads, -1, g.page_tokens), then=(1, 0, 2))
         of_blocks = n.reduce_max(n.select(blocks.recorded, weights.blocks, zero), (0, 1, 2))
-        by_block = n.reshape(of_blocks, (-1, g.layout.block_entries))
-        valid = n.gather(blocks.valid, blocks.pick.index)
-        return seen, self._put_larger(arenas.score, by_block, valid, blocks.pick)
+        return Raised(
+            self._put_larger(seen, by_page, self._step.picked_token_valid, self._step.page_pick),
+            n.reshape(of_blocks, (-1, g.layout.block_entries)),
+        )
 
     def _put_larger(self, arena: T, values: T, valid: T, pick: Pick[T]) -> T:
         """arena[target] = max(arena[target], picked values) where valid, which is picked already."""

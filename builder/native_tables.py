@@ -52,7 +52,7 @@ class Pick(Generic[T]):
     """Where a scatter of n entries writes. Entries that pad repeat one that does not, so writing them changes nothing.
 
     index [n] int32: entry to take.   target [n] int32: where it goes.   some [1] bool: one at least does not pad;
-    if none does, target is 0. Each with an axis [L] in front where it is made for all layers.
+    if all do, target is 0.
     """
 
     index: T
@@ -62,14 +62,12 @@ class Pick(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class BlockList(Generic[T]):
-    """One layer's blocks; `pick.target` is also where they are read.
+    """One layer's blocks.   ids [B] int32: to read; block 0 for one that pads.
 
-    valid [B, E] bool: the entry is filled.
     mask, recorded [G, 1, R, B * E] bool: a row of that head sees the entry; and raises its score.
     """
 
-    pick: Pick[T]
-    valid: T
+    ids: T
     mask: T
     recorded: T
 
@@ -107,14 +105,14 @@ class IntegerMath(Generic[T]):
         which = n.reshape(self.count_up(n.reshape(n.take(first, 0, 0), (-1,))), (1, 1, -1))
         return n.reshape(n.reduce_max(n.select(inside, which, self.number(-1, 3)), (2,)), (0, -1))
 
-    def pick(self, valid: T, target: T) -> Pick[T]:
-        """valid [L, n] bool, target [L, n] int32, each row by itself."""
+    def pick(self, places: T, valid: T | None = None) -> Pick[T]:
+        """places [n] int32: where entries would go; valid [n] bool: which do, else those that are not negative."""
         n = self._l
-        here = n.reshape(self.count_up(n.take(target, 0, 0)), (1, -1))
-        latest = n.reduce_max(n.select(valid, here, self.number(-1, 2)), (1,))
-        instead = n.reduce_max(n.select(n.equal(here, latest), target, self.number(0, 2)), (1,))
-        index = n.select(valid, here, n.maximum(latest, self.number(0, 2)))
-        return Pick(index, n.select(valid, target, instead), self.not_negative(latest))
+        valid = self.not_negative(places) if valid is None else valid
+        here = self.count_up(places)
+        latest = n.reduce_max(n.select(valid, here, self.number(-1)), (0,))
+        index = n.select(valid, here, self.at_least_zero(latest))
+        return Pick(index, self.at_least_zero(n.gather(places, index)), self.not_negative(latest))
 
 
 class StepTables(Generic[T]):
@@ -162,6 +160,11 @@ class StepTables(Generic[T]):
         return self._l.constant(torch.arange(self._g.page_tokens)[None], "int32")
 
     @cached_property
+    def token_there(self) -> T:
+        """[1, 1, P * T, 1] bool: `token_valid`, flat."""
+        return self._l.reshape(self.token_valid, (1, 1, -1, 1))
+
+    @cached_property
     def picked_token_valid(self) -> T:
         """[P, 1, T] bool: `token_valid` in the order of `page_pick`."""
         picked = self._l.gather(self.token_valid, self.page_pick.index)
@@ -200,21 +203,16 @@ class StepTables(Generic[T]):
         n = self._l
         skip = n.reshape(n.gather(self._t.record_skip, self._rows[1]), (1, 1, -1, 1))
         older = self._seen_below(n.sub(self._visible[1], skip))
-        return n.both(older, n.reshape(self._t.record, (1, 1, -1, 1)))
+        return n.both(older, self._record)
 
     @cached_property
     def page_pick(self) -> Pick[T]:
         """`target` is also where pages are read."""
-        return self._pick(self._t.page_ids)
+        return self._math.pick(self._t.page_ids)
 
     @cached_property
     def slot_pick(self) -> Pick[T]:
-        return self._pick(self._t.slots)
-
-    def _pick(self, places: T) -> Pick[T]:
-        """places [n] int32, -1 where an entry pads."""
-        row = self._l.reshape(places, (1, -1))
-        return _row_of(self._l, self._math.pick(self._math.not_negative(row), row), 0)
+        return self._math.pick(self._t.slots)
 
     @cached_property
     def slot_places(self) -> tuple[T, T]:
@@ -233,8 +231,8 @@ class StepTables(Generic[T]):
         return place, n.concat([n.part(keys, 2, 0, 2), n.part(keys, 2, 3, 1)], axis=2)
 
     @cached_property
-    def _block_lists(self) -> tuple[Pick[T], T, T]:
-        """Of all layers: the pick; which entries are filled [L, B, E] bool; and the list of each [L, B, E] int32."""
+    def _block_lists(self) -> tuple[T, T, T]:
+        """Of all layers: blocks that do not pad [L, B] bool; filled entries, and their lists [L, B, E] bool, int32."""
         n, m, heads = self._l, self._math, self._g.kv_heads
         lists = n.add(n.mul(n.reshape(self._sequence, (-1, 1)), m.number(heads, 2)), self._heads)
         lists = n.reshape(lists, (-1,))
@@ -244,8 +242,28 @@ class StepTables(Generic[T]):
         filled = n.reshape(n.select(listed, self._t.block_lens, m.number(0, 2)), (0, -1, 1))
         entry = n.constant(torch.arange(self._g.layout.block_entries)[None, None], "int32")
         valid = n.less(entry, filled)
-        owner = n.select(valid, n.reshape(owner, (0, -1, 1)), m.number(NO_LIST, 3))
-        return m.pick(listed, self._t.block_ids), valid, owner
+        return listed, valid, n.select(valid, n.reshape(owner, (0, -1, 1)), m.number(NO_LIST, 3))
+
+    @cached_property
+    def block_pick(self) -> Pick[T]:
+        """Over the blocks of all layers, one after the other [L * B]; no block is listed twice."""
+        places, listed = (self._l.reshape(x, (-1,)) for x in (self._t.block_ids, self._block_lists[0]))
+        return self._math.pick(places, listed)
+
+    @cached_property
+    def picked_entry_valid(self) -> T:
+        """[L * B, E] bool, in the order of `block_pick`: the entry is filled."""
+        valid = self._l.reshape(self._block_lists[1], (-1, self._g.layout.block_entries))
+        return self._l.gather(valid, self.block_pick.index)
+
+    @cached_property
+    def _block_ids(self) -> T:
+        """[L, B]: block to read."""
+        return self._l.maximum(self._t.block_ids, self._math.number(0, 2))
+
+    @cached_property
+    def _record(self) -> T:
+        return self._l.reshape(self._t.record, (1, 1, -1, 1))
 
     @cached_property
     def _heads(self) -> T:
@@ -262,11 +280,5 @@ class StepTables(Generic[T]):
     def blocks(self, layer: int) -> BlockList[T]:
         """The block list of one layer."""
         n = self._l
-        picks, valid, owner = self._block_lists
-        mask = n.equal(self._row_lists, n.reshape(n.take(owner, 0, layer), (1, 1, 1, -1)))
-        recorded = n.both(mask, n.reshape(self._t.record, (1, 1, -1, 1)))
-        return BlockList(_row_of(n, picks, layer), n.take(valid, 0, layer), mask, recorded)
-
-
-def _row_of(layers: Layers[T], picks: Pick[T], layer: int) -> Pick[T]:
-    return Pick(*(layers.take(x, 0, layer) for x in (picks.index, picks.target, picks.some)))
+        mask = n.equal(self._row_lists, n.reshape(n.take(self._block_lists[2], 0, layer), (1, 1, 1, -1)))
+        return BlockList(n.take(self._block_ids, 0, layer), mask, n.both(mask, self._record))

@@ -46,6 +46,7 @@ class NativeForm(Generic[T]):
         self._l = layers
         self._native = NativeOps(layers, geometry, Tables(**{name: inputs[name] for name in Tables.__annotations__}))
         self._arenas = dict(inputs)
+        self._entry_weights: list[T] = []
 
     def append(self, layer: int, qkv: tuple[T, T, T], rotary: Rotary[T]) -> T:
         q, k, v = qkv
@@ -57,20 +58,21 @@ class NativeForm(Generic[T]):
 
     def attend(self, layer: int, q: T) -> T:
         pages, seen = f"pages_{layer}", f"seen_{layer}"
-        arenas = Arenas(*(self._arenas[name] for name in (pages, seen, "blocks", "score")))
-        attended = self._native.attend(layer, q, arenas)
-        self._arenas[seen], self._arenas["score"] = attended.seen, attended.score
+        attended = self._native.attend(layer, q, Arenas(*(self._arenas[name] for name in (pages, seen, "blocks"))))
+        self._arenas[seen] = attended.raised.seen
+        self._entry_weights.append(attended.raised.entry_weights)
         return attended.out
 
     def arenas(self) -> Mapping[str, T]:
+        self._arenas["score"] = self._native.raise_score(self._arenas["score"], self._entry_weights)
         return {f"{name}_out": self._arenas[name] for name in self._arenas}
 
 
 def rotate(layers: Layers[T], x: T, rotary: Rotary[T]) -> T:
     """x [R, heads, D] model: channel i turns with i + D / 2 by the row's angles, in fp32."""
     n = layers
-    cos, sin = (n.reshape(table, (0, 1, -1)) for table in rotary)
     heads, half = n.size(x, 1), n.size(x, 2) // 2
+    cos, sin = (n.reshape(table, (0, 1, half)) for table in rotary)
     halves = n.reshape(n.cast(x, "real"), (0, heads, 2, half))
     first, second = (n.take(halves, 2, i) for i in range(2))
     turned = (n.sub(n.mul(first, cos), n.mul(second, sin)), n.add(n.mul(second, cos), n.mul(first, sin)))
@@ -117,7 +119,7 @@ class NetworkOps(Generic[T]):
     def rms_norm(self, x: T, weight: str) -> T:
         n, rank = self._l, self._l.rank(x)
         wide = n.cast(x, "real")
-        mean = n.mul(n.reduce_sum(n.mul(wide, wide), (rank - 1,)), self._real(1.0 / n.size(x, rank - 1), rank))
+        mean = n.reduce_mean(n.mul(wide, wide), (rank - 1,))
         root = n.sqrt(n.add(mean, self._real(self._spec.rms_eps, rank)))
         scale = n.constant(self._weights[weight].view(*(1,) * (rank - 1), -1), "real")
         return n.cast(n.mul(n.div(wide, root), scale), "model")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from builder.layers import Kind
+from builder.layers import Axes, Kind
 from builder.trt_api import TrtModule
 
 if TYPE_CHECKING:
@@ -66,9 +66,13 @@ class TrtLayers:
             return x
         return self._network.add_cast(x, self._dtypes[kind]).get_output(0)
 
-    def reshape(self, x: trt.ITensor, shape: Sequence[int]) -> trt.ITensor:
+    def reshape(self, x: trt.ITensor, shape: Sequence[int], first: Axes = (), then: Axes = ()) -> trt.ITensor:
         layer = self._network.add_shuffle(x)
+        if first:
+            layer.first_transpose = tuple(first)
         layer.reshape_dims = tuple(shape)
+        if then:
+            layer.second_transpose = tuple(then)
         return layer.get_output(0)
 
     def transpose(self, x: trt.ITensor, axes: Sequence[int]) -> trt.ITensor:
@@ -154,6 +158,9 @@ class TrtLayers:
 
     def reduce_sum(self, x: trt.ITensor, axes: Sequence[int]) -> trt.ITensor:
         return self._reduce(x, axes, self._trt.ReduceOperation.SUM)
+
+    def reduce_mean(self, x: trt.ITensor, axes: Sequence[int]) -> trt.ITensor:
+        return self._reduce(x, axes, self._trt.ReduceOperation.AVG)
 
     def sum_before(self, x: trt.ITensor) -> trt.ITensor:
         axis = self.constant(torch.tensor(0), "int32")

@@ -52,6 +52,9 @@ def tables_of(params: AttendParams, slots: torch.Tensor, padding: Padding) -> Ta
     lens = padded(tables.block_lens, max(padding.blocks, least), 7)
     others = torch.zeros_like(starts)
     others[1:] = 1
+    spare = sorted(set(range(params.blocks.shape[0])) - set(tables.block_ids.tolist()))
+    first, last = ids * 0 - 1, ids * 0 - 1
+    first[0], last[0] = spare[0], spare[1]
     pages = max(padding.pages, 0 if tables.page_ids.numel() else 1)
     return Tables(
         slots=padded(slots, padding.rows, -1),
@@ -62,7 +65,7 @@ def tables_of(params: AttendParams, slots: torch.Tensor, padding: Padding) -> Ta
         record=padded(tables.record, padding.rows, 0).bool(),
         record_skip=padded(tables.record_skip, padding.sequences, 0),
         block_starts=torch.stack((others, starts, others)),
-        block_ids=torch.stack((ids * 0, ids, ids * 0 + 1)),
+        block_ids=torch.stack((first, ids, last)),
         block_lens=torch.stack((lens * 0 + 1, lens, lens)),
     )
 

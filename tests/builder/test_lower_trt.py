@@ -151,9 +151,11 @@ class TorchPlugins:
         assert self._slots is not None
         tables = Tables(slots=self._slots, **{n: named[n] for n in Tables.__annotations__ if n != "slots"})
         ops = NativeOps(self._layers, self._shape.geometry, tables)
-        got = ops.attend(layer, named["q"], Arenas(*(named[n] for n in ("pages", "seen", "blocks", "score"))))
+        got = ops.attend(layer, named["q"], Arenas(*(named[n] for n in ("pages", "seen", "blocks"))))
+        nothing = torch.zeros_like(got.raised.entry_weights)
+        weights = [got.raised.entry_weights if i == layer else nothing for i in range(self._shape.spec.num_layers)]
         assert len(ATTEND_OUTPUTS) == 3
-        return [got.out, got.seen, got.score]
+        return [got.out, got.raised.seen, ops.raise_score(named["score"], weights)]
 
 
 def run_conversation(

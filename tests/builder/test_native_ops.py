@@ -9,7 +9,7 @@ import torch
 
 from builder.block_reader import BlockReader
 from builder.layers import TorchLayers
-from builder.native_ops import NOTHING, Arenas, Attended, NativeOps
+from builder.native_ops import NOTHING, Arenas, Attended, NativeOps, Raised
 from builder.network_ops import rotate
 from plugins.append import reference as append_reference
 from plugins.append.params import AppendParams
@@ -19,6 +19,7 @@ from plugins.blocks import encode, read_bias, read_keys, read_values
 from plugins.layout import BlockFormat, BlockLayout
 from tests.builder.native_cases import (
     LAYER,
+    NUM_LAYERS,
     Padding,
     geometry_of,
     pad_rows,
@@ -37,10 +38,19 @@ def compose(params: AttendParams, padding: Padding, real: torch.dtype) -> tuple[
     layers = TorchLayers(real, params.pages.dtype, real)
     tables = tables_of(params, some_slots(params.q.shape[0] - padding.rows), padding)
     ops = NativeOps(layers, geometry_of(params), tables)
-    return ops, Arenas(params.pages, params.seen, words_of(params.blocks), params.score)
+    return ops, Arenas(params.pages, params.seen, words_of(params.blocks))
 
 
-def attend(case: AttendCase, padding: Padding, real: torch.dtype) -> tuple[AttendParams, Attended[torch.Tensor]]:
+def raised(ops: NativeOps[torch.Tensor], params: AttendParams, got: Raised[torch.Tensor]) -> list[torch.Tensor]:
+    """seen and score; the other layers raise nothing."""
+    weights = [got.entry_weights if layer == LAYER else got.entry_weights * 0 for layer in range(NUM_LAYERS)]
+    return [got.seen, ops.raise_score(params.score, weights)]
+
+
+def attend(
+    case: AttendCase, padding: Padding, real: torch.dtype
+) -> tuple[AttendParams, Attended[torch.Tensor], list[torch.Tensor]]:
+    """The case, what attention gives for its rows, and the raised seen and score."""
     plain = make_attend_case(case)
     params = pad_rows(plain, padding)
     ops, arenas = compose(params, padding, real)
@@ -49,7 +59,7 @@ def attend(case: AttendCase, padding: Padding, real: torch.dtype) -> tuple[Atten
     assert got.out.shape[0] == rows + padding.rows
     assert torch.equal(got.out[rows:], torch.zeros_like(got.out[rows:])), "a row that pads sees nothing"
     assert bool((got.lse[rows:] < 0.99 * NOTHING).all())
-    return plain, replace(got, out=got.out[:rows], lse=got.lse[:rows])
+    return plain, replace(got, out=got.out[:rows], lse=got.lse[:rows]), raised(ops, params, got.raised)
 
 
 def check_raised(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> None:
@@ -60,33 +70,33 @@ def check_raised(got: torch.Tensor, expected: torch.Tensor, rtol: float) -> None
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda c: c.name)
 def test_attend_in_float64(case: AttendCase, padding: str) -> None:
-    params, got = attend(case, PADDINGS[padding], torch.float64)
+    params, got, (got_seen, got_score) = attend(case, PADDINGS[padding], torch.float64)
     out, seen, score = reference.attend(params)
     # Scales and limits of masks are fp32 numbers of the arenas, so only the last bits of float64 differ.
     torch.testing.assert_close(got.out, out, rtol=1e-6, atol=1e-6)
-    check_raised(got.seen, seen, 1e-6)
-    check_raised(got.score, score, 1e-6)
+    check_raised(got_seen, seen, 1e-6)
+    check_raised(got_score, score, 1e-6)
 
 
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda c: c.name)
 def test_attend_in_fp32(case: AttendCase) -> None:
-    params, got = attend(case, PADDINGS["padded"], torch.float32)
+    params, got, (got_seen, got_score) = attend(case, PADDINGS["padded"], torch.float32)
     out, seen, score = reference.attend(params)
     # A logit of 1e4 has an error of 1e-3 in fp32.
     bound = 2e-2 if case.logit_scale > 1 else 2e-5
     torch.testing.assert_close(got.out.double(), out, rtol=bound, atol=bound)
-    check_raised(got.seen, seen, bound)
-    check_raised(got.score, score, bound)
+    check_raised(got_seen, seen, bound)
+    check_raised(got_score, score, bound)
 
 
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda c: c.name)
 def test_score_with_the_known_lse(case: AttendCase) -> None:
     """A second pass raises what the first did, and is given keys alone: NaN in all values changes nothing."""
-    params, first = attend(case, Padding(), torch.float64)
+    params, first, _ = attend(case, Padding(), torch.float64)
     pages = params.pages.clone()
     pages[:, :, 1] = torch.nan
     ops, arenas = compose(params, Padding(), torch.float64)
-    seen, score = ops.score(LAYER, params.q.double(), first.lse, replace(arenas, pages=pages))
+    seen, score = raised(ops, params, ops.score(LAYER, params.q.double(), first.lse, replace(arenas, pages=pages)))
     _, expected_seen, expected_score = reference.attend(params)
     check_raised(seen, expected_seen, 1e-6)
     check_raised(score, expected_score, 1e-6)
@@ -96,7 +106,7 @@ def test_inputs_stay_as_they_were() -> None:
     params = make_attend_case(GPU_CASES[0])
     ops, arenas = compose(params, Padding(), torch.float32)
     before = [x.clone() for x in (params.pages, params.seen, params.blocks, params.score)]
-    ops.attend(LAYER, params.q, arenas)
+    raised(ops, params, ops.attend(LAYER, params.q, arenas).raised)
     after = (params.pages, params.seen, params.blocks, params.score)
     assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
 
@@ -108,7 +118,7 @@ def test_a_wrong_mask_would_show() -> None:
     lens = params.tables.page_lens.clone()
     lens[0] -= 1
     expected, _, _ = reference.attend(replace(params, tables=replace(params.tables, page_lens=lens)))
-    _, got = attend(case, Padding(), torch.float64)
+    _, got, _ = attend(case, Padding(), torch.float64)
     assert float((got.out - expected).abs().max()) > 1e-3
 
 
