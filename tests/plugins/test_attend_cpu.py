@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from plugins.attend import cpu, reference
+from plugins.attend.params import RECORD_SUM
 from tests.plugins.attend_cases import CASES, AttendCase, make_attend_case
 
 OUT_TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
@@ -83,3 +84,26 @@ def test_protected_entry_keeps_its_infinite_score() -> None:
     assert params.score[protected, 0] == torch.inf
     cpu.attend(params)
     assert params.score[protected, 0] == torch.inf
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_weights_add_up_where_asked(case: AttendCase) -> None:
+    """fp16 holds the sums, so they are compared as loosely as it rounds."""
+    params = make_attend_case(case)
+    params.tables.record.mul_(RECORD_SUM)
+    _, seen, score = reference.attend(params)
+    cpu.attend(params)
+    torch.testing.assert_close(params.seen.double(), seen, atol=4e-3, rtol=4e-3, equal_nan=True)
+    torch.testing.assert_close(params.score.double(), score, atol=4e-3, rtol=4e-3, equal_nan=True)
+
+
+def test_sums_hold_one_whole_for_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = AttendCase("sums", rows=(40,), tokens=(60,), max_entries=0)
+    for tile in (1 << 21, 900):
+        monkeypatch.setattr(cpu, "TILE_LOGITS", tile)
+        params = make_attend_case(case)
+        params.tables.record.fill_(RECORD_SUM)
+        params.seen.zero_()
+        cpu.attend(params)
+        totals = params.seen.float().sum(dim=(0, 2))
+        torch.testing.assert_close(totals, torch.full_like(totals, 40.0), atol=0.2, rtol=0.01)
