@@ -128,7 +128,10 @@ def _row_scale(memory: KvMemory, params: LineParams) -> torch.Tensor:
 def _places(params: LineParams, block_entries: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and first column of each old block in the padded matrix, [num_blocks] int64 each."""
     starts = torch.tensor(params.table.starts, device=params.table.ids.device)
-    row = torch.arange(starts.shape[0] - 1, device=starts.device).repeat_interleave(starts.diff())
+    num_blocks = params.table.starts[-1] - params.table.starts[0]  # known here, so that no device is waited for
+    row = torch.arange(starts.shape[0] - 1, device=starts.device).repeat_interleave(
+        starts.diff(), output_size=num_blocks
+    )
     return row, (torch.arange(row.shape[0], device=starts.device) - starts[row]) * block_entries
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plugins import blocks as block_bytes
-from plugins.commit import cuda
+from plugins.commit import cuda, line
 from plugins.commit.cuda import CommitSizes, check_disjoint, commit_kernel, plan_commit
 from plugins.commit.line import draw_line
 from plugins.commit.params import LineParams, RowTable
@@ -17,6 +17,7 @@ from plugins.compile import compile_cubin, resource_usage, sass
 from plugins.errors import LaunchError, UnsupportedShapeError
 from plugins.kernel import Kernel
 from plugins.layout import BlockLayout, Element, PageLayout
+from plugins.memory import KvMemory
 from plugins.native_build import find_compiler
 from tests.plugins.commit_cases import CommitCase, make_state, plan_publish
 from tests.plugins.commit_cuda_cases import BF16, FP16, GEOMETRIES, Commit, check, draw, emulated, plan, run, traffic
@@ -297,3 +298,25 @@ def test_cubins_have_bulk_copies_tensor_cores_and_no_spills() -> None:
         assert "LDL" not in code and "STL" not in code
         (usage,) = resource_usage(cubin)
         assert usage.stack_bytes == 0 and usage.registers * cuda.THREADS <= 65536
+
+
+@pytest.mark.parametrize("rules", [{}, {"layer_scale": (1.0, 0.5)}, {"outlier_z": 2.0}], ids=str)
+def test_the_line_makes_no_tensor_on_the_host(rules: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """draw_line on tensors of another device, which torch refuses to mix with tensors of the host.
+
+    Memory of type meta has no values, so the one step that looks at them is left out; it makes no tensors.
+    """
+    with pytest.raises(RuntimeError):
+        torch.empty(3, device="meta") + torch.ones(3)
+    state = make_state(INT4)
+    memory = KvMemory(
+        *(tuple(x.to("meta") for x in arena) for arena in (state.memory.pages, state.memory.seen)),
+        state.memory.blocks.to("meta"), state.memory.score.to("meta"), state.memory.layout,
+    )  # fmt: skip
+    old = state.table
+    table = RowTable(old.starts, old.ids.to("meta"), old.lens.to("meta"))
+    monkeypatch.setattr(line, "_fill_quotas", lambda kept, rank, filled, quotas: 0.5)
+    decision = draw_line(memory, LineParams(state.staged.to("meta"), table, 40, 3, **rules))  # type: ignore[arg-type]
+    for got in (decision.staged_keep, decision.staged_score, decision.alive):
+        assert got.device.type == "meta"
+    assert decision.alive.shape == (old.ids.shape[0], INT4.block_entries)
