@@ -106,7 +106,7 @@ def _table(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _code_table(bits: int) -> torch.Tensor:
-    """The codes in each pattern of 16 bits: [65536, 2] bytes, or [65536, 2, 2] nibbles, low ones of both bytes first."""
+    """The codes in each pattern of 16 bits: [65536, 2] bytes, or [65536, 2, 2] nibbles, low ones first."""
     patterns = torch.arange(1 << 16)
     by_byte = torch.stack((patterns & 255, patterns >> 8), dim=1)
     if bits == 8:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from builder import build, engine_writer
+from builder import build, engine_writer, trt_engine
 from builder.default_model import default_gguf
 from runtime import manifest
-from runtime.errors import CheckpointError
+from runtime.errors import BuildError, CheckpointError
 from runtime.policy.registry import ALL_POLICIES
 
 
@@ -88,8 +89,13 @@ def test_runs_as_a_script_from_anywhere(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--target", "trt"), "target: got trt"),
-        (("--target", "trt-rtx"), "target: got trt-rtx"),
+        (("--target", "trt", "--sm", "75"), "sm: got 75, expected one of 80, 89, 90, 120 for --target trt"),
+        (("--target", "trt-rtx", "--sm", "90"), "sm: got 90, expected one of 80, 86, 89, 120, 121"),
+        (("--target", "trt-rtx", "--sm", "120", "--dtype", "fp32", "--dry-run"), "dtype: got fp32, expected fp16"),
+        (("--target", "trt-rtx", "--sm", "120", "--kv-dtype", "fp32", "--dry-run"), "kv_dtype: got fp32"),
+        (("--target", "trt-rtx", "--sm", "120", "--weight-dtype", "int8", "--dry-run"), "weight_dtype: got int8"),
+        (("--target", "trt-rtx", "--sm", "120", "--max-step-tokens", "3", "--dry-run"), "max_step_tokens: got 3"),
+        (("--target", "trt", "--sm", "90", "--dry-run"), "head_dim: got 16"),
         (("--policy", "magic"), "policy: got 'magic', expected one of"),
         (("--max-seq-len", "257"), "max_seq_len: got 257, expected at most 256"),
         (("--max-seq-len", "0"), "max_seq_len: got 0"),
@@ -243,3 +249,69 @@ def test_a_model_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file", encoding="utf-8")
     with pytest.raises(CheckpointError, match="cannot be kept there"):
         default_gguf(tmp_path / "taken" / "models")
+
+
+TRT = ("--target", "trt-rtx", "--sm", "120", "--max-seq-len", "128", "--max-batch-size", "2", "--max-step-tokens", "32")
+
+
+class FakePlan:
+    """What TensorRT gives back, without its time: the real builds are in test_lower_trt."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.content: bytes | None = b"plan"
+        self.num_builds = 0
+        monkeypatch.setattr(trt_engine, "build_plan", self.build)
+
+    def build(self, *_: object) -> bytes:
+        self.num_builds += 1
+        if self.content is None:
+            raise BuildError("tensorrt_rtx: built no engine: no reason")
+        return self.content
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> FakePlan:
+    pytest.importorskip("tensorrt_rtx")
+    return FakePlan(monkeypatch)
+
+
+def test_gpu_engine_is_built_once(plan: FakePlan, model: Path, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "engine"
+    assert run(model, output, *TRT) == 0 and run(model, output, *TRT) == 0
+    assert plan.num_builds == 1 and "up to date" in capsys.readouterr().out
+    first = manifest.load(output, target="trt-rtx", sm=120)
+    assert first.trt is not None and first.trt.step.max_step_tokens == 32 and not first.has_file(manifest.WEIGHTS_FILE)
+    for changes in (("--sm", "89"), ("--dtype", "fp16"), ("--max-step-tokens", "64"), ("--policy", "quantize-int8")):
+        assert run(model, output, *TRT, *changes) == 0
+    assert plan.num_builds == 5
+    assert run(model, output, *TRT[4:]) == 0, "a CPU engine replaces it"
+    assert manifest.load(output, target="cpu").trt is None and not (output / manifest.PLAN_FILE).exists()
+
+
+def test_failed_gpu_build_leaves_the_old_engine(plan: FakePlan, model: Path, tmp_path: Path, capsys: Any) -> None:
+    output = tmp_path / "engine"
+    assert run(model, output, *TRT) == 0
+    old = manifest.load(output)
+    plan.content = None
+    assert run(model, output, *TRT, "--force") == 2
+    assert "built no engine: no reason" in capsys.readouterr().err
+    assert manifest.load(output) == old and sorted(os.listdir(tmp_path)) == ["engine", "tiny"]
+
+
+def test_target_trt_says_what_is_missing(model: Path, capsys: Any) -> None:
+    if importlib.util.find_spec("tensorrt") is not None:
+        pytest.skip("TensorRT is installed")
+    message = refused(capsys, model, "--target", "trt")
+    for part in (
+        "module tensorrt of package tensorrt-cu13 11.x is not installed",
+        "looked in",
+        "pip install '.[h100]'",
+    ):
+        assert part in message
+
+
+@pytest.mark.parametrize("target", ["trt", "trt-rtx"])
+def test_dry_run_of_a_gpu_engine(target: str, save_tiny: Any, tmp_path: Path, capsys: Any) -> None:
+    directory, _ = save_tiny("llama", head_dim=64)
+    assert run(directory, tmp_path / "engine", "--target", target, "--dry-run") == 0
+    assert "in bf16" in capsys.readouterr().out and not (tmp_path / "engine").exists()

@@ -13,8 +13,9 @@ import pytest
 
 from runtime import manifest
 from runtime.config import EngineLimits, ModelSpec, RopeSpec
+from runtime.engine_interface import StepLimits, make_interface
 from runtime.errors import ManifestError
-from runtime.manifest import EngineFile, Manifest, SourceModel, TokenInfo
+from runtime.manifest import EngineFile, Manifest, SourceModel, TokenInfo, TrtFacts
 
 CONTENTS = {"weights.safetensors": b"w" * 1000, "tokenizer.json": b"{}", "chat_template.jinja": b"{{ x }}"}
 
@@ -128,4 +129,51 @@ def test_damaged_files(engine: Path) -> None:
 
 def test_every_field_is_written(engine: Path) -> None:
     data = json.loads((engine / manifest.MANIFEST_FILE).read_text())
-    assert set(data) == {field.name for field in dataclasses.fields(Manifest)}
+    assert set(data) == {field.name for field in dataclasses.fields(Manifest)} - {"trt"}  # of GPU engines alone
+
+
+@pytest.fixture
+def gpu_engine(tmp_path: Path) -> Path:
+    contents = {manifest.PLAN_FILE: b"p" * 500, "tokenizer.json": b"{}"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    record, step = make(), StepLimits(64, "int4", 1)
+    digest = make_interface(record.model, record.limits, step).sha256()
+    files = tuple(EngineFile(n, len(c), hashlib.sha256(c).hexdigest()) for n, c in contents.items())
+    facts = TrtFacts(120, "tensorrt_rtx", "1.7.1", "native", step, digest)
+    manifest.write(dataclasses.replace(record, target="trt-rtx", files=files, trt=facts), tmp_path)
+    return tmp_path
+
+
+def test_gpu_engine_round_trip(gpu_engine: Path) -> None:
+    loaded = manifest.load(gpu_engine, target="trt-rtx", sm=120)
+    assert loaded.trt is not None and loaded.trt.step == StepLimits(64, "int4", 1)
+    with pytest.raises(
+        ManifestError, match="was built for SM 120, expected 90, that of this GPU; build it with --sm 90"
+    ):
+        manifest.load(gpu_engine, sm=90)
+    with pytest.raises(ManifestError, match="was built for trt-rtx, expected cpu"):
+        manifest.load(gpu_engine, target="cpu")
+
+
+GPU_EDITS: dict[str, tuple[Callable[[Any], None], str]] = {
+    "other limits": (lambda d: d["limits"].update(max_batch_size=3), "has inputs and outputs .* expected"),
+    "other step": (lambda d: d["trt"]["step"].update(max_step_tokens=65), "has inputs and outputs .* expected"),
+    "impossible step": (lambda d: d["trt"]["step"].update(max_step_tokens=1), "max_step_tokens: got 1"),
+    "no record": (lambda d: d.pop("trt"), "is for trt-rtx and has no record of TensorRT"),
+    "cpu with record": (lambda d: d.update(target="cpu"), "is for cpu and has a record of TensorRT"),
+    "unknown form": (lambda d: d["trt"].update(form="magic"), "manifest.trt.form: got 'magic'"),
+    "no plan": (lambda d: d["files"].pop(0), "lists no engine.plan"),
+}
+
+
+@pytest.mark.parametrize("name", GPU_EDITS)
+def test_damaged_gpu_engine(gpu_engine: Path, name: str) -> None:
+    edit, reason = GPU_EDITS[name]
+    change(gpu_engine, edit)
+    with pytest.raises(ManifestError, match=reason):
+        manifest.load(gpu_engine)
+
+
+def test_cpu_manifest_says_nothing_of_tensorrt(engine: Path) -> None:
+    assert "trt" not in json.loads((engine / manifest.MANIFEST_FILE).read_text())
