@@ -62,13 +62,34 @@ class StagedTiles:
         return _row_address(self.tiles, layer), _row_address(self.block_tiles, layer)
 
 
-def put_tables(tables: StepTables, staging: TableStaging) -> StepTables:
-    """The same tables on the device, once `staging` is flushed."""
+class ResidentBlocks:
+    """Block lists on a device. They change at commits only, so those of recent steps stay there."""
+
+    def __init__(self, device: torch.device, most: int = 8) -> None:
+        """most: lists that are kept, each as the host object it was made from."""
+        self._device, self._most = device, most
+        self._held: list[tuple[LayerBlocks, LayerBlocks]] = []
+
+    def of(self, blocks: LayerBlocks) -> LayerBlocks:
+        """`blocks` on the device: a copy of its own when it first comes, then the same one."""
+        for index, (host, resident) in enumerate(self._held):
+            if host is blocks:
+                self._held.append(self._held.pop(index))
+                return resident
+        starts, ids, lens = (x.to(self._device) for x in (blocks.starts, blocks.ids, blocks.lens))
+        resident = LayerBlocks(starts, ids, lens, blocks.first)
+        self._held = [*self._held[-self._most + 1 :], (blocks, resident)]
+        return resident
+
+
+def put_tables(tables: StepTables, staging: TableStaging, resident: LayerBlocks | None = None) -> StepTables:
+    """The same tables on the device, once `staging` is flushed. resident: its block lists, if already there."""
     put, blocks = staging.put, tables.blocks
+    if resident is None:
+        resident = LayerBlocks(put(blocks.starts), put(blocks.ids), put(blocks.lens), blocks.first)
     return StepTables(
         put(tables.row_starts), put(tables.page_starts), put(tables.page_ids), put(tables.page_lens),
-        put(tables.record), put(tables.record_skip),
-        LayerBlocks(put(blocks.starts), put(blocks.ids), put(blocks.lens), blocks.first),
+        put(tables.record), put(tables.record_skip), resident,
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from plugins.attend.params import AttendParams, AttendStep, StepTables
 from plugins.attend.tiles import TilePlan, split_rows
 from plugins.kernel import Kernel, KernelRunner, Launch
 from plugins.kv_launch import (
+    ResidentBlocks,
     StagedTiles,
     check_addresses,
     check_queries,
@@ -48,6 +49,7 @@ SOURCE = Path(__file__).resolve().parent / "attend.cu"
 DECODE_ROWS, CHUNK_ROWS = 16, 64  # query rows of a tile
 COMBINE_THREADS, COMBINE_BLOCKS = 128, 4  # of a block; blocks of a multiprocessor
 LOGIT_BYTES = 64  # what a tile's place for logits is counted in
+WORKSPACE = ("lse", "parts", "part_sums", "logits")
 
 
 class AttendArgs(ctypes.Structure):
@@ -117,14 +119,16 @@ def launch_attend(runner: KernelRunner, kernel: AttendKernel, args: AttendArgs, 
 class CudaAttend:
     """`plugins.attend.params.AttendForm` over tensors of the runner's device, tables on the host.
 
-    One step at a time. Tables go down through `staging`: `begin` puts them, and whoever began the staging flushes it
-    before the step runs.
+    Steps begun between two flushes may run in turn, layer by layer. Tables go down through `staging`: `begin` puts
+    them, and whoever began the staging flushes it before the steps run. Block lists stay on the device until they
+    change.
     """
 
     def __init__(self, runner: KernelRunner, staging: TableStaging, group: int, sm: str = "sm_90a") -> None:
         """group: query heads per KV head. sm: what the kernels run on; it decides how much shared memory they take."""
         self._runner, self._staging, self._group, self._sm = runner, staging, group, sm
         self._workspace = _Workspace(runner.device)
+        self._resident = ResidentBlocks(runner.device)
 
     def __call__(self, params: AttendParams) -> None:
         """One layer by itself: writes params.out, raises params.seen and params.score."""
@@ -148,11 +152,11 @@ class CudaAttend:
             StagedTiles.put(tables, rows, plan, self._staging)
             for rows, plan in zip(split_rows(tables, self._group), plans, strict=True)
         ]
-        device_tables = put_tables(tables, self._staging)
+        device_tables = put_tables(tables, self._staging, self._resident.of(tables.blocks))
         num_queries = tables.record.shape[0] * kv_heads * self._group
         self._workspace.reserve(kernels, lists, num_queries)
-        step = _Step(self._runner, memory, device_tables, kernels)
-        step.prepare(lists, self._workspace, scale)
+        step = _Step(self._runner, memory, device_tables, kernels, self._workspace)
+        step.prepare(lists, scale)
         return step.run
 
 
@@ -195,14 +199,17 @@ class _Workspace:
 class _Step:
     """The launches of a step's layers, over argument records of which a layer changes a few fields."""
 
-    def __init__(self, runner: KernelRunner, memory: KvMemory, tables: StepTables, kernels: _Kernels) -> None:
+    def __init__(
+        self, runner: KernelRunner, memory: KvMemory, tables: StepTables, kernels: _Kernels, workspace: _Workspace
+    ) -> None:
         self._runner, self._memory, self._tables, self._kernels = runner, memory, tables, kernels
+        self._workspace = workspace
         self._attends: list[tuple[AttendKernel, StagedTiles]] = []
         self._scored: StagedTiles | None = None
         self._args, self._score_args = AttendArgs(), ScoreArgs()
 
-    def prepare(self, lists: list[StagedTiles], workspace: _Workspace, scale: float) -> None:
-        """lists: in the order of `split_rows`; workspace: reserved for them."""
+    def prepare(self, lists: list[StagedTiles], scale: float) -> None:
+        """lists: in the order of `split_rows`; the workspace must be reserved for them."""
         decode, chunk, scored = lists
         pairs = ((self._kernels.decode, decode), (self._kernels.chunk, chunk))
         self._attends = [(kernel, tiles) for kernel, tiles in pairs if tiles.max_tiles]
@@ -212,10 +219,8 @@ class _Step:
         args.kv, score_args.kv = kv, kv
         args.scale, score_args.scale = scale, scale
         args.record, args.record_skip = self._tables.record.data_ptr(), self._tables.record_skip.data_ptr()
-        for name in ("lse", "parts", "part_sums", "logits"):
-            setattr(args, name, workspace.address(name))
         args.score = score_args.score = self._memory.score.data_ptr()
-        score_args.lse, score_args.record_skip = args.lse, args.record_skip
+        score_args.record_skip = args.record_skip
         if scored.rows is not None:
             score_args.score_rows = scored.rows.data_ptr()
 
@@ -227,12 +232,14 @@ class _Step:
         check_queries(out, "out", memory, queries)
         set_layer(args.kv, memory, self._tables, layer)
         args.q, args.out, args.seen = q.data_ptr(), out.data_ptr(), memory.addresses[layer][1]
+        for name in WORKSPACE:  # which a step begun later may have moved
+            setattr(args, name, self._workspace.address(name))
         for kernel, tiles in self._attends:
             args.tiles, args.block_tiles = tiles.addresses(layer)
             launch_attend(self._runner, kernel, args)
         if self._scored is not None:
             score_args = self._score_args
             set_layer(score_args.kv, memory, self._tables, layer)
-            score_args.q, score_args.seen = args.q, args.seen
+            score_args.q, score_args.seen, score_args.lse = args.q, args.seen, args.lse
             score_args.tiles, score_args.block_tiles = self._scored.addresses(layer)
             launch_score(self._runner, self._kernels.score, score_args)

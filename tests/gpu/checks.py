@@ -235,14 +235,16 @@ def check_graph(kernels: GpuKernels) -> None:
     staging, memory = TableStaging(device), single_layer(mine)[0]
     form = CudaAttend(kernels.runner, staging, case.group_size, kernels.sm)
 
-    def upload(params: AttendParams) -> AttendStep:
+    tables = single_layer(on_host)[1]
+
+    def upload(page_lens: torch.Tensor) -> AttendStep:
         staging.begin()
-        step = form.begin(memory, single_layer(params)[1], params.scale)
+        step = form.begin(memory, dataclasses.replace(tables, page_lens=page_lens), on_host.scale)
         staging.flush()
         torch.cuda.synchronize(device)
         return step
 
-    step, graph = upload(on_host), torch.cuda.CUDAGraph()
+    step, graph = upload(tables.page_lens), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(0, mine.q, mine.out)
     shorter = on_host.tables.page_lens.clone()
@@ -251,7 +253,7 @@ def check_graph(kernels: GpuKernels) -> None:
         on_host, q=-on_host.q, tables=dataclasses.replace(on_host.tables, page_lens=shorter), out=on_host.out
     )
     for params in (on_host, changed, on_host):
-        upload(params)
+        upload(params.tables.page_lens)
         mine.q.copy_(params.q)
         mine.out.fill_(torch.nan)
         graph.replay()

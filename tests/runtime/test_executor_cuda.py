@@ -13,7 +13,9 @@ import pytest
 import torch
 from kernel_engine import CONFIG, POLICIES, SPEC, Model, make_engine, make_limits, talk
 
+from plugins.attend.params import LayerBlocks
 from plugins.emulation.runner import EmulatedRunner
+from plugins.kv_launch import ResidentBlocks
 from plugins.native_build import find_compiler
 from runtime.config import EngineLimits, ModelSpec, RuntimeConfig
 from runtime.errors import ConfigError, DeviceError, ManifestError
@@ -136,3 +138,27 @@ def test_other_devices_are_refused() -> None:
 def test_an_engine_for_tensorrt_needs_the_gpu(tiny_engine_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="was built for trt, expected cpu"):
         load_engine(edited(tiny_engine_dir, tmp_path / "trt", None, target="trt"), CONFIG)
+
+
+@needs_compiler
+def test_block_lists_stay_on_the_device_until_a_commit() -> None:
+    """Every commit makes new lists; steps between two commits find theirs."""
+    copies: list[LayerBlocks] = []
+
+    class Noting(ResidentBlocks):
+        def of(self, blocks: LayerBlocks) -> LayerBlocks:
+            resident = super().of(blocks)
+            if not any(resident is seen for seen in copies):
+                copies.append(resident)
+            return resident
+
+    def noted(model: Model) -> TorchExecutor:
+        executor = on_kernels(model)
+        attend = executor._forms.attend
+        attend._resident = Noting(model.storage.device)  # type: ignore[attr-defined]
+        return executor
+
+    engine, _ = make_engine(noted, "fp16", POISON)
+    talk(engine, ("tiny-k8v4",), max_tokens=6)
+    stats = engine.stats()
+    assert 1 <= len(copies) <= stats.commits + 1 < stats.steps
