@@ -62,7 +62,8 @@ HW_DEVICE uint32_t fma2_fp16(uint32_t a, uint32_t b, uint32_t c) {
   return bit_cast<uint32_t>(__hfma2(bit_cast<__half2>(a), bit_cast<__half2>(b), bit_cast<__half2>(c)));
 }
 HW_DEVICE void mma_fp16(FragmentC &c, const FragmentA &a, const FragmentB &b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
       : "+f"(c.r[0]), "+f"(c.r[1]), "+f"(c.r[2]), "+f"(c.r[3])
       : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
 }
@@ -101,9 +102,9 @@ HW_DEVICE uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
 
 HW_DEVICE void mma(FragmentC &c, const FragmentA &a, const FragmentB &b) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32." HW_MMA_TYPE "." HW_MMA_TYPE
-               ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(c.r[0]), "+f"(c.r[1]), "+f"(c.r[2]), "+f"(c.r[3])
-               : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
+      ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c.r[0]), "+f"(c.r[1]), "+f"(c.r[2]), "+f"(c.r[3])
+      : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
 }
 #endif
 

@@ -217,7 +217,7 @@ def table(rows: tuple[OccupancyRow, ...]) -> str:
             f"{planned.shared_bytes:>14,}{blocks:>12}  {row.limit}"
         )
     missed = [row for row in rows if row.complaint]
-    lines += [f"missed: {r.planned.kernel.label} {r.planned.plan.entry}: {r.complaint}" for r in missed]
+    lines += [f"missed: {r.planned.plan.entry} {r.planned.geometry.label}: {r.complaint}" for r in missed]
     return "\n".join(lines)
 
 

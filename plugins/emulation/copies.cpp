@@ -38,6 +38,18 @@ void Launch::check_copy(const char *word, int offset, const void *global, int by
   check_shared(offset, bytes, word);
 }
 
+// The unit that copies in bulk sees stores of threads only after their fence_async.
+void Launch::check_fenced(const char *word, const Copy &copy) {
+  Block &block = *copy.warp->block;
+  for (int i = copy.offset; i < copy.offset + copy.bytes; ++i) {
+    const int writer = block.shared.writer(i);
+    if (writer < block.num_threads && block.shared.write_step(i) > block.lane(writer).fenced) {
+      fail("%s at byte %d of shared memory: thread %d stored byte %d and did not call fence_async since", word,
+           copy.offset, writer, i);
+    }
+  }
+}
+
 void Launch::copy_begin(int barrier, int total_bytes, bool bulk) {
   CopyCall mine{this, lane_->warp, barrier, 0, nullptr, total_bytes, bulk};
   converge("copy_begin", &mine, [](void **slots) {
@@ -83,6 +95,7 @@ void Launch::issue_copy(Copy copy, bool bulk) {
     const Lane &lane = warp.lanes[bulk ? 0 : at / COPY_PIECE % WARP_LANES];  // the lane that issues this piece
     check_order(lane, copy.offset + at, COPY_PIECE, "copy", true);
   }
+  if (bulk) check_fenced("copy", copy);
   block.shared.note_write(copy.offset, copy.bytes, barrier.writer, static_cast<Step>(barrier.phase + 1));
   block.shared.mark(copy.offset, copy.bytes, ByteState::Arriving);
   warp.copied += copy.bytes;
@@ -156,13 +169,7 @@ void Launch::issue_store(Copy copy, bool bulk) {
   for (int at = 0; at < copy.bytes; at += COPY_PIECE) {
     check_order(warp.lanes[bulk ? 0 : at / COPY_PIECE % WARP_LANES], copy.offset + at, COPY_PIECE, "bulk_store", false);
   }
-  for (int i = copy.offset; i < copy.offset + copy.bytes; ++i) {
-    const int writer = shared.writer(i);
-    if (writer < block.num_threads && shared.write_step(i) > block.lane(writer).fenced) {
-      fail("bulk_store from byte %d of shared memory: thread %d wrote byte %d and did not call fence_async since",
-           copy.offset, writer, i);
-    }
-  }
+  if (bulk) check_fenced("bulk_store", copy);
   shared.mark(copy.offset, copy.bytes, ByteState::Leaving);
   traffic_.bulk_written += copy.bytes;
   copy.due = next_due();

@@ -72,6 +72,7 @@ class Launch final : public Machine {
   Block &block() { return *lane_->warp->block; }
   Barrier &barrier_at(Block &block, int offset, const char *word, const Lane *user);
   void arrive(Block &block, int offset, const char *word, Lane *by);
+  void check_fenced(const char *word, const Copy &copy);
   void complete_if_done(Barrier &barrier);
   void refuse_conflict(const Lane &lane, const Conflict &conflict, const char *access, const char *earlier);
   void check_order(const Lane &lane, int offset, int bytes, const char *access, bool writes);

@@ -122,8 +122,8 @@ class EmulatedRunner:
         for field in fields(Counters):
             setattr(self.counters, field.name, getattr(self.counters, field.name) + getattr(report, field.name))
         if failed:
-            where = f"{kernel.label} {entry}, {launch.grid} x {launch.threads} threads, seed {self._seed}"
-            raise EmulationError(f"{where}: {report.error.decode(errors='replace')}")
+            where = f"{launch.grid} x {launch.threads} threads, seed {self._seed}, {kernel.label}"
+            raise EmulationError(f"{kernel.op} {entry}: {report.error.decode(errors='replace')} [{where}]")
 
     def library(self, kernel: Kernel) -> ctypes.CDLL:
         """The kernel compiled for the CPU, from the cache where possible. Raises CompileError."""

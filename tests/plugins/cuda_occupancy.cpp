@@ -1,8 +1,8 @@
 // NVIDIA's own count of resident blocks (cuda_occupancy.h), for test_sass.py.
+#include "cuda_occupancy.h"
+
 #include <climits>
 #include <cstring>
-
-#include "cuda_occupancy.h"
 
 extern "C" __attribute__((visibility("default"))) int nvidia_blocks(int major, int minor, int sm_threads,
                                                                     int sm_shared_bytes, int threads, int registers,

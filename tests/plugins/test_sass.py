@@ -140,4 +140,4 @@ def test_what_misses_the_plan_is_said() -> None:
         (OccupancyRow(planned, 64, 0, 3, "threads"), "3 blocks of a multiprocessor (by threads), planned 4"),
     ):
         assert row.complaint == complaint
-        assert f"append_rows: {complaint}" in table((row,))
+        assert f"missed: append_rows D=64 fp16/int4 page=16 block=64: {complaint}" in table((row,))

@@ -30,6 +30,7 @@ enum Bug {
   NO_WAIT_AT_END,
   BARRIER_OVERWRITTEN,
   BARRIER_NOT_INITIALISED,
+  NO_FENCE_BEFORE_COPY,
 };
 
 struct Params {
@@ -84,6 +85,13 @@ HW_DEVICE void consume(const Params &p, Barriers full, Barriers empty, int consu
   }
 }
 
+// The bulk unit may write where threads stored, once they fenced.
+HW_DEVICE void clear_stages(const Params &p) {
+  const Shared<float> stages = shared<float>(B_AT, STAGES * TILE_BYTES / 4);
+  for (int i = thread(); i < STAGES * TILE_BYTES / 4; i += THREADS) stages.store(i, 0);
+  if (p.bug != NO_FENCE_BEFORE_COPY) fence_async();
+}
+
 HW_KERNEL(pipeline, Params, THREADS, 1) {
   const Barriers full = barriers(0, STAGES), empty = barriers(8 * STAGES, STAGES);
   if (thread() == 0) {
@@ -96,6 +104,7 @@ HW_KERNEL(pipeline, Params, THREADS, 1) {
   if (thread() < (p.bug == A_ROW_NEVER_WRITTEN ? 30 : 32)) {
     shared<Half>(A_AT, 256).store_as(thread() * 8, load(reinterpret_cast<const Vec<uint32_t, 4> *>(p.a) + thread()));
   }
+  clear_stages(p);
   if (p.bug == NO_SYNC_AFTER_INIT) {
     named_sync(1 + warp(), 32);  // each warp alone
   } else {
