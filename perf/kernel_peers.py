@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from perf.kernel_shapes import KernelShape
 
 WORKSPACE_BYTES = 256 << 20
+MakePeer = Callable[[KernelShape, torch.dtype, torch.device], Callable[[], object]]
 
 
 def sdpa(shape: KernelShape, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:

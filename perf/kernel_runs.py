@@ -64,6 +64,7 @@ class CommitRow:
 
 def fits(num_bytes: int, device: torch.device) -> bool:
     """Whether arenas and a peer's copy of the cache fit the card."""
+    torch.cuda.empty_cache()  # what the shape before left in torch's allocator
     free, _ = torch.cuda.mem_get_info(device)
     return num_bytes < ROOM * free
 
@@ -115,16 +116,17 @@ def measure_attend(bench: Bench, shape: KernelShape, *, compare_copies: bool) ->
 
 def _peers(bench: Bench, shape: KernelShape) -> Iterator[float | None]:
     """torch's attention, then FlashInfer, over as many tokens at full precision."""
-    device = bench.runner.device
-    yield bench.stopwatch.seconds(kernel_peers.sdpa(shape, ELEMENT, device))
-    if not kernel_peers.has_flashinfer():
-        yield None
-        return
+    yield _peer_seconds(bench, shape, "torch", kernel_peers.sdpa)
+    yield _peer_seconds(bench, shape, "FlashInfer", kernel_peers.flashinfer) if kernel_peers.has_flashinfer() else None
+
+
+def _peer_seconds(bench: Bench, shape: KernelShape, name: str, make: kernel_peers.MakePeer) -> float | None:
+    """None, and a line in the log, for a shape that the peer does not take: ours is measured all the same."""
     try:
-        yield bench.stopwatch.seconds(kernel_peers.flashinfer(shape, ELEMENT, device))
-    except Exception as error:  # a group size or version it does not take: ours is measured all the same
-        log.warning("FlashInfer, %s: %s", shape.label, error)
-        yield None
+        return bench.stopwatch.seconds(make(shape, ELEMENT, bench.runner.device))
+    except (RuntimeError, ValueError, TypeError) as error:  # out of memory is a RuntimeError of torch
+        log.warning("%s, %s: left out (%s)", name, shape.label, error)
+        return None
 
 
 def measure_commit(bench: Bench, shape: CommitShape, *, compare_copies: bool) -> CommitRow:

@@ -1,0 +1,58 @@
+"""Loading a TensorRT engine where something is missing: one typed error each, before any memory is taken."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kernel_engine import SPEC, make_limits
+
+from plugins.attend.tile_words import most_step_words
+from plugins.emulation.runner import EmulatedRunner
+from runtime.engine_interface import StepLimits, make_interface
+from runtime.errors import DeviceError, ManifestError
+from runtime.gpu import GpuKernels
+from runtime.kv_manager import KvManager
+from runtime.manifest import Manifest, SourceModel, TokenInfo, TrtFacts
+from runtime.trt_loading import check_facts, step_kernels, storage_bytes, trt_executor
+
+LIMITS = make_limits("bf16")
+STEP = StepLimits(max_step_tokens=64, block_format="k8v4", max_tile_words=4096)
+
+
+def manifest(**changes: object) -> Manifest:
+    facts = TrtFacts(90, "tensorrt", "11.4.0", "plugin", STEP, make_interface(SPEC, LIMITS, STEP).sha256())
+    return Manifest(
+        "trt", SPEC, LIMITS, TokenInfo("", "", False, ()), SourceModel("tiny", "huggingface", "0"), (), (), "",
+        trt=replace(facts, **changes),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_a_plan_of_plain_layers_is_refused() -> None:
+    assert check_facts(manifest()).sm == 90
+    for wrong in (manifest(form="native"), replace(manifest(), trt=None)):
+        with pytest.raises(ManifestError, match="expected plugin, whose arenas are edited in place"):
+            check_facts(wrong)
+
+
+def test_without_tensorrt_the_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # type: ignore[arg-type]
+    manager = KvManager(SPEC, LIMITS, 16 << 20, "k8v4")
+    with pytest.raises(DeviceError, match=r"target trt runs on TensorRT 11, but .* cannot be imported"):
+        trt_executor(tmp_path / "engine.plan", manifest(), manager, GpuKernels(EmulatedRunner(), "sm_90a"))
+
+
+def test_memory_is_counted_for_one_block_format() -> None:
+    manager = KvManager(SPEC, LIMITS, 16 << 20, "k8v4")
+    pages, blocks = manager.page_layout, manager.block_layouts["k8v4"]
+    expected = manager.num_pages * pages.page_bytes + manager.num_blocks["k8v4"] * blocks.stored_bytes
+    assert storage_bytes(manager, "k8v4") == expected <= 2 * (16 << 20)
+
+
+def test_tile_lists_are_for_the_kernels_of_the_plan() -> None:
+    kernels = step_kernels(SPEC, LIMITS, STEP, "sm_90a")
+    shape = kernels.decode.shape
+    assert (shape.group, shape.element, shape.block.format) == (2, "bf16", "k8v4")
+    assert most_step_words(kernels, SPEC.num_kv_heads, LIMITS.max_batch_size, STEP.max_step_tokens) > 0
