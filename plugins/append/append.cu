@@ -40,7 +40,8 @@ HW_DEVICE void rotate(const AppendParams &p, int row, int first, const Half *fro
   Halves low_out, high_out;
 #pragma unroll
   for (int i = 0; i < CHANNELS / 4; ++i) {
-    const Floats c = load(reinterpret_cast<const Floats *>(cos) + i), s = load(reinterpret_cast<const Floats *>(sin) + i);
+    const Floats c = load(reinterpret_cast<const Floats *>(cos) + i);
+    const Floats s = load(reinterpret_cast<const Floats *>(sin) + i);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const Vec<float, 2> x = unpack2(low[2 * i + j]), y = unpack2(high[2 * i + j]);

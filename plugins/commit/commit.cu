@@ -1,10 +1,10 @@
 // `commit`: the second half of a commit transition, all rows (layer, KV head) of one conversation in one launch.
 //
 //   reads   staged tokens' K and V from pages, dissolved blocks, keys of blocks that stay; decisions of the line
-//   writes  new blocks and their scores, merged entries of blocks that stay, moved tokens, counts of absorbed and dropped
+//   writes  new blocks and their scores, merged entries of blocks that stay, moved tokens, counts of absorbed, dropped
 //
-// Shapes stand in commit_params.cuh, the meaning in plugins/commit/{publish,reference}.py. Called by commit/cuda.py and the
-// TensorRT plugin, once per commit. A block of the launch takes rows in turn and works alone on each:
+// Shapes stand in commit_params.cuh, the meaning in plugins/commit/{publish,reference}.py. Called by commit/cuda.py and
+// the TensorRT plugin, once per commit. A block of the launch takes rows in turn and works alone on each:
 //   1. lists   which entries are kept, which lie below the line (commit_lists.cuh)
 //   2. keys    bulk copies bring K; nearest candidate of every key below; K of new blocks (commit_keys, commit_search)
 //   3. values  bulk copies bring V; merge, quantize, write (commit_values.cuh)
@@ -12,9 +12,10 @@
 // Rows share no memory that one of them writes: new blocks and slots moved to are in no other table (cuda.py refuses a
 // plan where they are). A row reads what it merges into before it writes it.
 //
-// Bytes, at least: K of kept tokens, and with a gate K of those below and of blocks that stay; V of kept and absorbed
-// entries; the new blocks. Each moves once while the keys below the line fit query_rows; each further slab of query_rows
-// reads the candidates' keys once more (out of L2 as a rule: a row's keys are at most a few MB).
+// Bytes, at least (traffic.py): K of kept tokens, and with a gate K of those below and of blocks that stay; V of kept
+// and absorbed entries; the new blocks. Each moves once while the keys below the line fit query_rows; each further slab
+// of query_rows reads the candidates' keys once more (out of L2 as a rule: a row's keys are at most a few MB). With a
+// gate the work grows with kept x below: a long span is bound by tensor cores, not by bytes.
 #include "commit/commit_search.cuh"
 #include "commit/commit_values.cuh"
 

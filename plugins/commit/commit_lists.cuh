@@ -1,5 +1,5 @@
-// Lists of one row: which blocks dissolve, which entries are kept and which lie below the line, who goes into whom. Indexes only; all of it
-// is in the order of the tables, so that results do not depend on how threads run.
+// Lists of one row: which blocks dissolve, which entries are kept and which lie below the line, who goes into whom.
+// Indexes only; all of it is in the order of the tables, so that results do not depend on how threads run.
 #pragma once
 
 #include "commit/commit_rows.cuh"
@@ -41,12 +41,13 @@ struct Lists {
 HW_DEVICE void append(const Row &row, Lists &lists, int value, bool to_a, bool to_b) {
   const Shared<int32_t> sums = shared<int32_t>(row.p.at_sums, WARPS);
   const uint32_t lanes_a = hw::ballot(to_a), lanes_b = hw::ballot(to_b), before = (1u << lane()) - 1;
-  if (lane() == 0) sums.store(warp(), count_bits(lanes_a) | count_bits(lanes_b) << 16);
+  const int own = warp();  // collective: not for branches that lanes take apart
+  if (lane() == 0) sums.store(own, count_bits(lanes_a) | count_bits(lanes_b) << 16);
   block_sync();
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) {
     const int both = sums.load(w);
-    if (w == warp()) {
+    if (w == own) {
       if (to_a) store(lists.a + lists.num_a + count_bits(lanes_a & before), value);
       if (to_b) store(lists.b + lists.num_b + count_bits(lanes_b & before), value);
     }
@@ -145,6 +146,7 @@ HW_DEVICE void count_members(const Row &row, bool absorbs) {
 HW_DEVICE void place_members(const Row &row) {
   const Shared<int32_t> sums = shared<int32_t>(row.p.at_sums, WARPS);
   const int candidates = num_candidates(row);
+  const int own = warp();
   int total = 0;
   for (int first = 0; first < candidates; first += THREADS) {
     const int c = first + thread();
@@ -154,11 +156,11 @@ HW_DEVICE void place_members(const Row &row) {
       const int other = shuffle(sum, lane() >= distance ? lane() - distance : lane());
       if (lane() >= distance) sum += other;
     }
-    if (lane() == 31) sums.store(warp(), sum);
+    if (lane() == 31) sums.store(own, sum);
     block_sync();
     int before = total;
     for (int w = 0; w < WARPS; ++w) {
-      if (w < warp()) before += sums.load(w);
+      if (w < own) before += sums.load(w);
       total += sums.load(w);
     }
     if (c < candidates) {
@@ -215,7 +217,8 @@ HW_DEVICE void list_members(const Row &row) {
   for (int i = thread(); i < row.below; i += THREADS) absorbed += load(row.work.nearest + i) >= 0;
   absorbed = warp_sum(absorbed);
   const Shared<int32_t> sums = shared<int32_t>(row.p.at_sums, WARPS);
-  if (lane() == 0) sums.store(warp(), absorbed);
+  const int own = warp();
+  if (lane() == 0) sums.store(own, absorbed);
   block_sync();
   absorbed = 0;
   for (int w = 0; w < WARPS; ++w) absorbed += sums.load(w);

@@ -1,9 +1,10 @@
 // What commit/cuda.py hands to the kernel of `commit`, and the geometry that all its parts share.
 //
-// Words: a row is layer * G + KV head; D HEAD_DIM, E BLOCK_ENTRIES. Moving entries of a row are the filled entries of its
-// dissolved blocks in table order, then its staged tokens; those above the line are kept, the others below. A candidate
-// may absorb entries below the line: kept entry c is candidate c, entry e of the row's old block b is kept + b * E + e.
-// A source says where an entry lies: i >= 0 is staged token i, -(1 + b * E + e) is entry e of the row's old block b.
+// Words: a row is layer * G + KV head; D HEAD_DIM, E BLOCK_ENTRIES. Moving entries of a row are the filled entries of
+// its dissolved blocks in table order, then its staged tokens; those above the line are kept, the others below. A
+// candidate may absorb entries below the line: kept entry c is candidate c, entry e of the row's old block b is
+// kept + b * E + e. A source says where an entry lies: i >= 0 is staged token i, -(1 + b * E + e) is entry e of the
+// row's old block b.
 #pragma once
 
 #include "hw.cuh"
@@ -18,7 +19,7 @@ struct CommitParams {
   uint8_t *blocks;              // [num_blocks, BLOCK_BYTES]
   Fp16 *score;                  // [num_blocks, E]
   const int32_t *staged;        // [num_staged] slots; -1: padding
-  const int32_t *old_starts, *old_ids, *old_lens;  // blocks of row r: [old_starts[r], old_starts[r + 1]); id -1: padding
+  const int32_t *old_starts, *old_ids, *old_lens;  // blocks of row r: [old_starts[r], old_starts[r + 1]); id -1: none
   const int32_t *new_starts, *new_ids, *new_lens;  // per row the blocks that stay, then the new ones
   const uint8_t *dissolve;      // [old blocks]
   const uint8_t *is_new;        // [new blocks]
@@ -46,7 +47,7 @@ constexpr int K_ROW = HEAD_DIM * K_BITS / 8, V_ROW = HEAD_DIM * V_BITS / 8;  // 
 constexpr int HALF_ROW = HEAD_DIM * 2;                                       // bytes of a token's K or V in a page
 constexpr int STAGE_BYTES = BLOCK_ENTRIES * HALF_ROW;
 constexpr int PADDED = HEAD_DIM + 8;       // Half in a row of a search tile: rows of 8 begin in different banks
-constexpr int PAIRS = HEAD_DIM / 64;       // a lane owns channels lane * PAIRS + j and D / 2 + lane * PAIRS + j, j < PAIRS
+constexpr int PAIRS = HEAD_DIM / 64;  // a lane owns channels lane * PAIRS + j and D / 2 + lane * PAIRS + j, j < PAIRS
 constexpr int CHANNELS = 2 * PAIRS;
 constexpr int THREADS = 256, WARPS = THREADS / 32;  // of a block of the launch
 constexpr int ROWS_OF_WARP = (BLOCK_ENTRIES + WARPS - 1) / WARPS;
@@ -77,7 +78,7 @@ struct Workspace {
   int32_t *nearest;                 // [max_moving] candidate of an entry below the line, or -1
   int32_t *kept, *below;            // [max_moving] sources
   int32_t *offset, *cursor;         // [max_moving + max_old_blocks * E + 1] first member of a candidate
-  int32_t *dissolved, *searched;    // [max_old_blocks] old blocks that dissolve; that stay, with an entry above the line
+  int32_t *dissolved, *searched;    // [max_old_blocks] old blocks that dissolve; that stay with an entry above the line
   int32_t *cached;                  // [max_old_blocks] place of a block's key scales in shared memory, or -1
 
   HW_DEVICE explicit Workspace(const CommitParams &p) {

@@ -24,8 +24,8 @@ HW_DEVICE RowCopy value_copy(const Row &row, int source) {
   return {reinterpret_cast<const uint8_t *>(token_row(row, load(row.p.staged + source), 1)), HALF_ROW};
 }
 
-// One warp, between copy_begin and copy_end: lane i < count copies its row to row i of `to`. Whole rows that follow each
-// other in memory (a run of slots of a page) go in one copy.
+// One warp, between copy_begin and copy_end: lane i < count copies its row to row i of `to`. Whole rows that follow
+// each other in memory (a run of slots of a page) go in one copy.
 HW_DEVICE void copy_rows(Barriers bars, int barrier, Shared<uint8_t> to, RowCopy mine, int count) {
   const uint64_t address = reinterpret_cast<uint64_t>(mine.from);
   const uint64_t before = shuffle(address, lane() > 0 ? lane() - 1 : 0);

@@ -1,8 +1,8 @@
 // The nearest candidate of every key below the line: |c|^2 - 2 k.c by tensor cores, the gate by the distance itself.
 //
 // Keys of pages are Half already; keys of blocks are split in two Half, so products are those of fp32 keys but for the
-// square of Half's rounding. The smallest value of each tile is compared with the best so far, and only where it wins the
-// distance |k - c| is computed channel by channel (the difference of squares would cancel) and held against the gate.
+// square of Half's rounding. The smallest value of each tile is compared with the best so far, and only where it wins
+// the distance |k - c| is computed channel by channel (the difference of squares would cancel) and held to the gate.
 #pragma once
 
 #include "commit/commit_keys.cuh"
@@ -55,8 +55,8 @@ HW_DEVICE void multiply(FragmentC &c, const QueryFragments &f, Shared<Half> tile
   }
 }
 
-// c += lower halves of queries [query, query + 16) x candidates [first, first + 8) of a tile. Their fragments are loaded
-// for every 8 candidates: few queries come from dissolved blocks, and registers are dear.
+// c += lower halves of queries [query, query + 16) x candidates [first, first + 8) of a tile. Their fragments are
+// loaded for every 8 candidates: few queries come from dissolved blocks, and registers are dear.
 HW_DEVICE void multiply_low(const Row &row, const KeyViews &v, const Slab &slab, FragmentC &c, int query, int first) {
 #pragma unroll 1
   for (int k = 0; k < K_STEPS; k += 2) {
@@ -66,8 +66,8 @@ HW_DEVICE void multiply_low(const Row &row, const KeyViews &v, const Slab &slab,
   }
 }
 
-// Smallest |c|^2 - 2 k.c over the tile for rows g and g + 8 of queries [query, query + 16); the same in the four lanes of
-// a g.
+// Smallest |c|^2 - 2 k.c over the tile for rows g and g + 8 of queries [query, query + 16); the same in the four lanes
+// of a g.
 HW_DEVICE void search_tile(const Row &row, const KeyViews &v, const Slab &slab, const Tile &tile, int query,
                            Best (&best)[2]) {
   const bool tile_split = QUANTIZED && (!tile.is_new || tile.first < row.kept_coded);

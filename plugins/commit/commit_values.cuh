@@ -82,7 +82,8 @@ HW_DEVICE Channels read_value(const Row &row, Shared<uint8_t> stage, int r, int 
 }
 
 // Adds one member to the sum of its candidate, which is entry e of its group. The candidate's warp.
-HW_DEVICE void add_value(const Row &row, const ValueViews &v, Shared<uint8_t> stage, int r, const Member &member, int e) {
+HW_DEVICE void add_value(const Row &row, const ValueViews &v, Shared<uint8_t> stage, int r, const Member &member,
+                         int e) {
   const Channels value = read_value(row, stage, r, member.source);
   const bool is_first = member.candidate < row.kept ? load(row.work.kept + member.candidate) == member.source
                                                      : -1 - (member.candidate - row.kept) == member.source;
@@ -97,11 +98,11 @@ HW_DEVICE void add_value(const Row &row, const ValueViews &v, Shared<uint8_t> st
 
 // Adds a chunk that has arrived. All warps; warp w owns entries e with e % num_warps = w.
 HW_DEVICE void add_chunk(const Row &row, const ValueViews &v, const Chunk &chunk, Shared<uint8_t> stage) {
-  const int base = first_candidate(row, chunk.group);
+  const int base = first_candidate(row, chunk.group), own = warp();
   for (int first = 0; first < chunk.count; first += 32) {
     Member mine = {0, -1, 0.0f, 0.0f};
     if (first + lane() < chunk.count) mine = load(row.work.members + chunk.first + first + lane());
-    const bool is_mine = mine.candidate >= 0 && (mine.candidate - base) % WARPS == warp();
+    const bool is_mine = mine.candidate >= 0 && (mine.candidate - base) % WARPS == own;
     const uint32_t owned = hw::ballot(is_mine);
     for (int i = 0; i < 32; ++i) {
       if ((owned >> i & 1u) == 0) continue;
