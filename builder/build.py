@@ -48,6 +48,7 @@ from runtime import manifest  # noqa: E402
 from runtime.config import DTYPE_BYTES, DType, EngineLimits, ModelSpec, RuntimeConfig, WeightDType  # noqa: E402
 from runtime.errors import CheckpointError, CommitKVError, ConfigError, ManifestError  # noqa: E402
 from runtime.manifest import EngineFile, Manifest, SourceModel, TokenInfo, TrtFacts  # noqa: E402
+from runtime.policy.check import check_model  # noqa: E402
 from runtime.policy.policy_file import POLICY_FILE, is_policy_file, load_policy, read_policy_file  # noqa: E402
 from runtime.policy.registry import ALL_POLICIES, get_policy  # noqa: E402
 
@@ -137,7 +138,7 @@ def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimit
             f"engine's {length}; pass --max-seq-len {window} or less, up to which the answers are exact"
         )
     dtype: DType = args.dtype if args.dtype != "auto" else default_dtype(args.target)
-    get_policy(args.policy)
+    check_model(get_policy(args.policy), checkpoint.spec)
     return EngineLimits(
         dtype=dtype,
         kv_dtype=args.kv_dtype or dtype,

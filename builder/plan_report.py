@@ -7,7 +7,7 @@ import re
 from runtime.config import EngineLimits, ModelSpec
 from runtime.errors import ConfigError
 from runtime.memory_plan import committed_token_bytes, conversation_memory, weight_bytes
-from runtime.policy.registry import ALL_POLICIES
+from runtime.policy.registry import ALL_POLICIES, policies_for
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
@@ -31,15 +31,15 @@ def memory_report(model: ModelSpec, limits: EngineLimits, kv_memory_bytes: int) 
         f"  KV of one token, full {model.kv_token_bytes(limits.kv_dtype):,} B in {limits.kv_dtype}",
         f"  conversations of {length} tokens, at rest after a commit, in {_size(kv_memory_bytes)} of KV memory:",
         "",
-        f"  {'policy':<20}{'B per old token':>16}{'one conversation':>18}{'of full':>9}{'conversations':>15}",
+        f"  {'policy':<28}{'B per old token':>16}{'one conversation':>18}{'of full':>9}{'conversations':>15}",
     ]
     full = conversation_memory(model, limits, ALL_POLICIES["full"], length).total_bytes
-    for policy in ALL_POLICIES.values():
+    for policy in policies_for(model):
         held = conversation_memory(model, limits, policy, length).total_bytes
         per_token = committed_token_bytes(model, limits, policy)
         mark = " (default)" if policy.name == limits.policy else ""
         lines.append(
-            f"  {policy.name:<20}{per_token:>16,.0f}{_size(held):>18}{held / full:>9.2f}"
+            f"  {policy.name:<28}{per_token:>16,.0f}{_size(held):>18}{held / full:>9.2f}"
             f"{kv_memory_bytes // held:>15,}{mark}"
         )
     return "\n".join(lines)

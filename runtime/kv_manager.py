@@ -119,6 +119,11 @@ class KvManager:
                 f"policy {policy.name}: keeps {block_format} blocks, expected {self._only_format}, the one format that "
                 f"this engine was built for; choose another policy, or build the engine with --policy {policy.name}"
             )
+        if policy.score == "sum" and self._only_format is not None:
+            raise UnsupportedPolicyError(
+                f"policy {policy.name}: adds attention weights up, expected one that compares them, which is all that "
+                f"this engine's attention records; choose another policy, or run it on an engine for torch"
+            )
         kv = ConversationKv(policy, block_format, self.spec.num_kv_rows, self.page_tokens)
         kv.protect(0, policy.protection.sink_tokens)
         self._conversations[handle] = kv

@@ -26,6 +26,7 @@ from runtime.kv_manager import KvManager
 from runtime.kv_storage import ArenaPlace, KvStorage
 from runtime.manifest import Manifest
 from runtime.paged_executor import PagedExecutor
+from runtime.policy.check import check_model
 from runtime.policy.policy_file import POLICY_FILE, is_policy_file, load_policy
 from runtime.policy.registry import get_policy
 from runtime.step import Executor
@@ -51,7 +52,7 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
     spec, limits = manifest.model, manifest.limits
     if manifest.has_file(POLICY_FILE):
         load_policy(engine_dir / POLICY_FILE, spec)
-    get_policy(limits.policy)  # refused at start, not at the first turn
+    check_model(get_policy(limits.policy), spec)  # refused at start, not at the first turn
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     only_format = manifest.trt.step.block_format if manifest.trt is not None else None
     manager = KvManager(spec, limits, config.kv_memory_bytes, only_format)

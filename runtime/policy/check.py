@@ -18,13 +18,19 @@ MAX_SUPER_TOKEN = 1024
 def check_model(policy: Policy, spec: ModelSpec) -> None:
     """Raises UnsupportedPolicyError for a policy whose trained scorer belongs to another model."""
     gate = policy.gate
-    if gate is not None and gate.model != (spec.num_layers, spec.num_kv_heads, spec.head_dim, base_name(spec.name)):
+    if gate is not None and not fits(policy, spec):
         layers, heads, head_dim, name = gate.model
         raise UnsupportedPolicyError(
             f"policy {policy.name}: its scorer was trained on {name} ({layers} layers, {heads} KV heads of {head_dim}),"
             f" got {spec.name or 'a model without a name'} ({spec.num_layers} layers, {spec.num_kv_heads} KV heads of "
             f"{spec.head_dim}); choose another policy, or train a scorer with python -m perf.train_gate"
         )
+
+
+def fits(policy: Policy, spec: ModelSpec) -> bool:
+    """Whether the model can have the policy."""
+    ours = (spec.num_layers, spec.num_kv_heads, spec.head_dim, base_name(spec.name))
+    return policy.gate is None or policy.gate.model == ours
 
 
 def base_name(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from runtime.config import ModelSpec
 from runtime.errors import UnknownPolicyError
 from runtime.policy import (
     alternating,
@@ -17,6 +18,7 @@ from runtime.policy import (
     streaming,
 )
 from runtime.policy.base import Policy
+from runtime.policy.check import fits
 
 ALL_POLICIES: dict[str, Policy] = {
     policy.name: policy
@@ -38,6 +40,11 @@ ALL_POLICIES: dict[str, Policy] = {
         full.POLICY,
     )
 }
+
+
+def policies_for(spec: ModelSpec) -> list[Policy]:
+    """Every policy that the model can have: those with a trained scorer fit the model of their training only."""
+    return [policy for policy in ALL_POLICIES.values() if fits(policy, spec)]
 
 
 def get_policy(name: str) -> Policy:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from crafted_cache import GROUP, ROWS, SPEC, CraftedCache, random_seen, small
+from crafted_cache import GROUP, LIMITS, ROWS, SPEC, CraftedCache, random_seen, small
 
+from runtime.errors import UnsupportedPolicyError
+from runtime.kv_manager import KvManager
 from runtime.policy import h2o, pyramid_layered, snapkv
 from runtime.policy.recording import Recording, recording_of
 from runtime.policy.registry import ALL_POLICIES
@@ -89,3 +91,11 @@ def test_which_rows_are_recorded() -> None:
     for name in ("full", "streaming-llm", "rkv-gated", "pyramidkv-pooled"):
         assert recording_of(ALL_POLICIES[name], 0, 5, 5) == Recording(False)
     assert recording_of(ALL_POLICIES["pyramidkv-rkv-alternating"], 0, 5, 5) == Recording(True), "R-KV needs importance"
+
+
+def test_an_engine_that_only_compares_weights_refuses_h2o() -> None:
+    manager = KvManager(SPEC, LIMITS, 8 << 20, only_format="k8v4")
+    manager.open(0, snapkv.POLICY)
+    with pytest.raises(UnsupportedPolicyError, match=r"h2o.*adds attention weights up"):
+        manager.open(1, h2o.POLICY)
+    assert 1 not in manager

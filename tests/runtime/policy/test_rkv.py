@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,15 @@ from safetensors.torch import load_file, save_file
 from plugins.commit.choices import Tier
 from plugins.commit.redundancy import redundancy
 from runtime import gates
+from runtime.config import RuntimeConfig
 from runtime.errors import ConfigError, UnsupportedPolicyError
 from runtime.lifecycle import Event
 from runtime.policy import alternating, rkv_gated, rkv_redundancy
 from runtime.policy.base import Gate
 from runtime.policy.check import check_model
+from runtime.policy.registry import policies_for
 from runtime.protection import protected_ranges
+from runtime.wiring import load_engine
 
 TWINS = range(10, 40)
 
@@ -123,6 +128,17 @@ def test_a_scorer_serves_the_model_it_was_trained_on_only() -> None:
                   dataclasses.replace(right, name=name, head_dim=32)):  # fmt: skip
         with pytest.raises(UnsupportedPolicyError, match="train_gate"):
             check_model(rkv_gated.POLICY, wrong)
+
+
+def test_an_engine_of_another_model_does_not_start_with_it(tiny_engine_dir: Path, tmp_path: Path) -> None:
+    engine_dir = tmp_path / "engine"
+    shutil.copytree(tiny_engine_dir, engine_dir)
+    manifest = json.loads((engine_dir / "manifest.json").read_text(encoding="utf-8"))
+    manifest["limits"]["policy"] = rkv_gated.POLICY.name
+    (engine_dir / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(UnsupportedPolicyError, match="trained on SmolLM2"):
+        load_engine(engine_dir, RuntimeConfig(kv_memory_bytes=16 << 20, num_threads=1))
+    assert rkv_gated.POLICY not in policies_for(SPEC) and rkv_redundancy.POLICY in policies_for(SPEC)
 
 
 def test_the_shipped_scorer_has_the_shape_it_says() -> None:
