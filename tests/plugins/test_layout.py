@@ -45,7 +45,7 @@ def test_runs_of_a_block_follow_each_other(element: Element, format: BlockFormat
         (replace(PAGE, element_bytes=4), BlockLayout("int4", 16, 64), "fp16", "element_bytes: got 4, expected 2"),
         (replace(PAGE, head_dim=80), BlockLayout("int4", 16, 80), "fp16", "head_dim: got 80 in pages and 80 in blocks"),
         (PAGE, BlockLayout("int4", 16, 128), "fp16", "head_dim: got 64 in pages and 128 in blocks"),
-        (replace(PAGE, page_tokens=12), BlockLayout("int4", 16, 64), "fp16", "page_tokens: got 12, expected a multiple"),
+        (replace(PAGE, page_tokens=12), BlockLayout("int4", 16, 64), "fp16", "page_tokens: got 12, expected a multipl"),
         (PAGE, BlockLayout("int4", 4, 64), "fp16", "block_entries: got 4, expected a multiple of 8"),
         (PAGE, BlockLayout("bf16", 16, 64), "fp16", "got bf16 with fp16 pages, expected fp16 or a quantized"),
         (PAGE, BlockLayout("fp32", 16, 64), "bf16", "block format: got fp32 with bf16 pages"),
