@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from plugins.attend.params import AttendTables, LayerBlocks, StepTables
-from plugins.attend.tiles import RowTable, TilePlan, build_tiles
+from plugins.attend.tiles import RowTable, TileList, TilePlan, build_tiles
 from plugins.errors import LaunchError, UnsupportedShapeError
 from plugins.kv_tiles import KvArgs, KvShape
 from plugins.layout import ELEMENT_BYTES, BlockLayout, Element, PageLayout
@@ -48,7 +48,11 @@ class StagedTiles:
     @classmethod
     def put(cls, tables: StepTables, rows: RowTable, plan: TilePlan, staging: TableStaging) -> StagedTiles:
         """Builds a list over host tables; its place on the device holds it once `staging` is flushed."""
-        tiles = build_tiles(tables, rows, plan)
+        return cls.of(build_tiles(tables, rows, plan), rows, staging)
+
+    @classmethod
+    def of(cls, tiles: TileList, rows: RowTable, staging: TableStaging) -> StagedTiles:
+        """The list of `rows`, on the device once `staging` is flushed."""
         listed = None if rows.rows is None else staging.put(rows.rows.int())
         return cls(staging.put(tiles.tiles), staging.put(tiles.block_tiles), tiles.num_logits, listed)
 

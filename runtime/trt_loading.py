@@ -7,7 +7,9 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from plugins.attend.tile_words import StepKernels, pack_step
+from plugins.attend.params import StepTables
+from plugins.attend.tile_words import StepKernels, TileWords
+from plugins.attend.tiles import split_rows
 from plugins.commit.cuda import SHARED_BYTES, CudaPublish
 from plugins.commit.line import draw_line
 from plugins.errors import KernelError
@@ -26,7 +28,7 @@ from runtime.kv_storage import ArenaPlace, KvStorage
 from runtime.manifest import REBUILD, Manifest, TrtFacts
 from runtime.paged_executor import CommitForms
 from runtime.trt_engine import TrtEngine, TrtModule, check_sm, import_tensorrt
-from runtime.trt_tables import StepPacker, TileLists
+from runtime.trt_tables import StepPacker
 
 
 def trt_executor(plan_file: Path, manifest: Manifest, manager: KvManager, kernels: GpuKernels) -> TrtExecutor:
@@ -80,8 +82,11 @@ def make_packer(
 ) -> StepPacker:
     """Packs steps for the engine, tile lists for as many multiprocessors as the GPU has."""
     attend = step_kernels(spec, limits, step, kernels.sm)
-    processors = kernels.runner.num_multiprocessors
-    tiles: TileLists = lambda tables: pack_step(tables, attend, spec.num_kv_heads, processors)  # noqa: E731
+    words = TileWords(attend.all, spec.num_kv_heads, kernels.runner.num_multiprocessors)
+
+    def tiles(tables: StepTables) -> torch.Tensor:
+        return words.pack(tables, split_rows(tables, spec.group_size))
+
     return StepPacker(spec, interface, step.block_format, tiles)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from plugins.attend.params import AttendParams, AttendStep, StepTables
-from plugins.attend.tiles import TilePlan, split_rows
+from plugins.attend.tiles import TileLists, TilePlan, split_rows
 from plugins.kernel import Kernel, KernelRunner, Launch
 from plugins.kv_launch import (
     ResidentBlocks,
@@ -129,6 +129,7 @@ class CudaAttend:
         self._runner, self._staging, self._group, self._sm = runner, staging, group, sm
         self._workspace = _Workspace(runner.device)
         self._resident = ResidentBlocks(runner.device)
+        self._lists = TileLists()
 
     def __call__(self, params: AttendParams) -> None:
         """One layer by itself: writes params.out, raises params.seen and params.score."""
@@ -149,7 +150,7 @@ class CudaAttend:
         kv_heads, processors = memory.pages[0].shape[1], self._runner.num_multiprocessors
         plans = [TilePlan(shape, kv_heads, rows, ranges) for rows, ranges in kernels.tile_plans(processors)]
         lists = [
-            StagedTiles.put(tables, rows, plan, self._staging)
+            StagedTiles.of(self._lists.build(tables, rows, plan), rows, self._staging)
             for rows, plan in zip(split_rows(tables, self._group), plans, strict=True)
         ]
         device_tables = put_tables(tables, self._staging, self._resident.of(tables.blocks))

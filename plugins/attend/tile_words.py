@@ -19,7 +19,7 @@ import torch
 
 from plugins.attend.cuda import CHUNK_ROWS, DECODE_ROWS, AttendKernel
 from plugins.attend.params import StepTables
-from plugins.attend.tiles import RowTable, TilePlan, build_tiles, recorded_rows, split_rows
+from plugins.attend.tiles import RowTable, TileLists, TilePlan, recorded_rows, split_rows
 from plugins.kv_tiles import TILE_FIELDS, KvShape
 from plugins.score.cuda import ScoreKernel
 
@@ -69,6 +69,7 @@ class TileWords:
     def __init__(self, kernels: Sequence[AttendKernel | ScoreKernel], kv_heads: int, num_multiprocessors: int) -> None:
         self._kernels, self._kv_heads = tuple(kernels), kv_heads
         self._num_multiprocessors = num_multiprocessors
+        self._lists = TileLists()
 
     def layout(self, num_sequences: int, num_rows: int, decodes: bool) -> TileLayout:
         """decodes: one row of every sequence, so that only the first kernel has work."""
@@ -98,7 +99,7 @@ class TileWords:
         for index, (kernel, rows) in enumerate(zip(self._kernels, row_tables, strict=True)):
             num_ranges = kernel.num_ranges(self._num_multiprocessors)
             plan = TilePlan(kernel.shape, self._kv_heads, kernel.query_rows, num_ranges)
-            found = build_tiles(tables, rows, plan)
+            found = self._lists.build(tables, rows, plan)
             if index >= len(layout.sections):
                 assert found.tiles.shape[1] == 0, "as many rows as sequences, yet a sequence of several rows"
                 continue

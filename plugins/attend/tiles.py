@@ -16,11 +16,11 @@ A tile is TILE_FIELDS of plugins.kv_tiles, int32:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
-from plugins.attend.params import StepTables
+from plugins.attend.params import LayerBlocks, StepTables
 from plugins.kv_tiles import STEP_KEYS, TILE_FIELDS, KvShape
 
 MIN_RANGE_BYTES = 32768  # a block is not started for less: a piece costs its share of the merge
@@ -78,6 +78,41 @@ class _Groups:
     records: torch.Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """A list and what it was built from.   first_page, begin, end [num_layers, most tiles]: of each tile, in pages."""
+
+    tiles: TileList
+    groups: _Groups
+    blocks: LayerBlocks
+    page_starts: torch.Tensor
+    first_page: torch.Tensor
+    begin: torch.Tensor
+    end: torch.Tensor
+
+    @classmethod
+    def of(cls, tables: StepTables, groups: _Groups, plan: TilePlan, tiles: TileList) -> _Held:
+        field = {name: tiles.tiles[..., index].long() for index, name in enumerate(TILE_FIELDS)}
+        starts = tables.page_starts.long()
+        begin, end = starts[field["sequence"]], starts[field["sequence"] + 1]
+        end = torch.where(field["num_rows"] > 0, end, begin)  # places that no tile takes stay zeros
+        pages = torch.minimum(field["first_unit"], field["page_units"]) * plan.shape.unit_pages
+        return cls(tiles, groups, tables.blocks, tables.page_starts, torch.minimum(begin + pages, end), begin, end)
+
+    def fits(self, tables: StepTables, groups: _Groups) -> bool:
+        """Whether the list for these differs in lengths only."""
+        return (
+            tables.blocks is self.blocks
+            and torch.equal(tables.page_starts, self.page_starts)
+            and all(torch.equal(getattr(groups, f.name), getattr(self.groups, f.name)) for f in fields(_Groups))
+        )
+
+    def set_lengths(self, positions: torch.Tensor) -> None:
+        before, tiles = positions[self.begin], self.tiles.tiles
+        tiles[..., TILE_FIELDS.index("position")] = (positions[self.first_page] - before).int()
+        tiles[..., TILE_FIELDS.index("page_tokens")] = (positions[self.end] - before).int()
+
+
 def split_rows(tables: StepTables, group: int) -> tuple[RowTable, RowTable, RowTable]:
     """Rows for tiles of 16 query rows (sequences that fit one), for tiles of 64, and those of the latter to score."""
     starts = tables.row_starts.long()
@@ -105,15 +140,47 @@ def build_tiles(tables: StepTables, rows: RowTable, plan: TilePlan) -> TileList:
 
     A group with nothing to read still has a tile, of no units, so that its rows are written.
     """
-    page_positions = _positions(tables)
-    groups = _groups(tables, rows, plan, page_positions)
-    num_layers = tables.blocks.starts.shape[0]
+    positions = _positions(tables)
+    return _build(tables, _groups(tables, rows, plan, positions), plan, positions)
+
+
+class TileLists:
+    """Builds the lists of one step after another, and keeps the last one of every plan.
+
+    From a decode step to the next nothing changes, as a rule, but how many tokens lie in the last pages: then the list
+    is the same but for two fields, whose places are known.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[TilePlan, _Held] = {}
+
+    def build(self, tables: StepTables, rows: RowTable, plan: TilePlan) -> TileList:
+        """As `build_tiles`. The list is edited by the next call for this plan: copy it before."""
+        if not bool(rows.count.any()):
+            return _empty(tables, plan)
+        positions = _positions(tables)
+        groups = _groups(tables, rows, plan, positions)
+        held = self._held.get(plan)
+        if held is None or not held.fits(tables, groups):
+            held = _Held.of(tables, groups, plan, _build(tables, groups, plan, positions))
+            self._held[plan] = held
+        else:
+            held.set_lengths(positions)
+        return held.tiles
+
+
+def _build(tables: StepTables, groups: _Groups, plan: TilePlan, positions: torch.Tensor) -> TileList:
     if groups.sequence.shape[0] == 0:
-        empty = torch.zeros((num_layers, 0, len(TILE_FIELDS)), dtype=torch.int32)
-        return TileList(empty, torch.zeros((num_layers, plan.num_ranges + 1), dtype=torch.int32), 0)
+        return _empty(tables, plan)
     block_units = tables.blocks.starts.long().diff(dim=1)[:, groups.sequence * plan.kv_heads + groups.head]
     cuts = _cut(groups.page_units, block_units, plan)
-    return _list(tables, groups, plan, page_positions, cuts)
+    return _list(tables, groups, plan, positions, cuts)
+
+
+def _empty(tables: StepTables, plan: TilePlan) -> TileList:
+    num_layers = tables.blocks.starts.shape[0]
+    no_tiles = torch.zeros((num_layers, 0, len(TILE_FIELDS)), dtype=torch.int32)
+    return TileList(no_tiles, torch.zeros((num_layers, plan.num_ranges + 1), dtype=torch.int32), 0)
 
 
 def _positions(tables: StepTables) -> torch.Tensor:
@@ -206,12 +273,12 @@ def _list(tables: StepTables, groups: _Groups, plan: TilePlan, positions: torch.
     first_page = torch.minimum(begin + torch.minimum(first_unit, page_units) * plan.shape.unit_pages, last)
     splits, first_split = _splits(layer, group, index, (real.shape[0], groups.head.shape[0]))
     logits, num_logits = _logit_places(layer, num_units * num_rows * plan.shape.group, groups.records[group], plan)
-    fields = (
+    columns = (
         sequence, groups.head[group], groups.first_row[group], num_rows, first_unit, num_units, page_units,
         positions[first_page] - positions[begin], positions[last] - positions[begin], first_split, splits, logits,
     )  # fmt: skip
     tiles = torch.zeros((real.shape[0], width, len(TILE_FIELDS)), dtype=torch.int32)
-    tiles[layer, index] = torch.stack(fields, dim=1).int()
+    tiles[layer, index] = torch.stack(columns, dim=1).int()
     before = _starts(real.long())
     block_tiles = before.gather(1, torch.searchsorted(edges, cuts.range_start)).int()
     return TileList(tiles, block_tiles, num_logits)
