@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
+from plugins.append.cuda import BLOCKS_PER_MULTIPROCESSOR as APPEND_BLOCKS
 from plugins.append.cuda import append_kernel
-from plugins.attend.cuda import CHUNK_ROWS, DECODE_ROWS, AttendKernel
+from plugins.attend.cuda import CHUNK_ROWS, COMBINE_BLOCKS, DECODE_ROWS, AttendKernel
 from plugins.commit.cuda import SHARED_BYTES as COMMIT_SHARED_BYTES
 from plugins.commit.cuda import CommitSizes, commit_kernel, plan_commit
 from plugins.compile import SMS, compile_all, resource_usage
@@ -39,29 +40,28 @@ COMMIT_SIZES = {"rows": 256, "moving": 320, "below": 96, "old_blocks": 64, "diss
 
 @dataclass(frozen=True)
 class Plan:
-    """Of one entry: threads of a block, registers of a thread at most, blocks of a multiprocessor at least.
-
-    head_dim: that the plan is for; None: any. sms: likewise.
-    """
+    """Of one entry: threads of a block, registers of a thread at most, when so many blocks share a multiprocessor."""
 
     op: str
     entry: str
-    head_dim: int | None
     threads: int
     registers: int
     blocks: int
     sms: tuple[str, ...] = SMS
 
 
+# attend and score: three blocks for 64 channels and two for 128, fewer where shared memory or sm_80's registers end.
 PLANS = (
-    Plan("append", "append_rows", None, threads=256, registers=64, blocks=4),
-    Plan("attend", "attend_tiles", 64, threads=160, registers=128, blocks=3),
-    Plan("attend", "attend_tiles", 128, threads=160, registers=168, blocks=2),
-    Plan("attend", "attend_combine", None, threads=128, registers=128, blocks=4),
-    Plan("score", "score_tiles", 64, threads=160, registers=128, blocks=3),
-    Plan("score", "score_tiles", 128, threads=160, registers=168, blocks=2),
-    Plan("commit", "commit_rows", None, threads=256, registers=128, blocks=2, sms=BULK_SMS),
-    Plan("commit", "commit_rows", None, threads=256, registers=255, blocks=1, sms=OTHER_SMS),
+    Plan("append", "append_rows", threads=256, registers=64, blocks=4),
+    Plan("attend", "attend_tiles", threads=160, registers=128, blocks=3),
+    Plan("attend", "attend_tiles", threads=160, registers=168, blocks=2),
+    Plan("attend", "attend_tiles", threads=160, registers=255, blocks=1),
+    Plan("attend", "attend_combine", threads=128, registers=128, blocks=4),
+    Plan("score", "score_tiles", threads=160, registers=128, blocks=3),
+    Plan("score", "score_tiles", threads=160, registers=168, blocks=2),
+    Plan("score", "score_tiles", threads=160, registers=255, blocks=1),
+    Plan("commit", "commit_rows", threads=256, registers=128, blocks=2, sms=BULK_SMS),
+    Plan("commit", "commit_rows", threads=256, registers=255, blocks=1, sms=OTHER_SMS),
 )
 
 
@@ -98,8 +98,8 @@ def geometries() -> tuple[Geometry, ...]:
 class PlannedEntry:
     """One entry of a compiled unit, as it is launched on one architecture.
 
-    shared_bytes: dynamic shared memory of a block. blocks: planned for a multiprocessor; fewer than in PLANS where the
-    architecture's shared memory has room for fewer.
+    shared_bytes: dynamic shared memory of a block. blocks: planned for a multiprocessor; fewer than `plan` has
+    registers for where shared memory has room for fewer.
     """
 
     sm: str
@@ -114,17 +114,15 @@ def planned_entries(sm: str, geometry: Geometry) -> Iterator[PlannedEntry]:
     """What one architecture launches for a geometry, all operations."""
     shape = KvShape(geometry.page, geometry.block, geometry.element, 1)
 
-    def entry(kernel: Kernel, name: str, shared_bytes: int, blocks: int | None = None) -> PlannedEntry:
-        plan = plan_of(sm, kernel.op, name, geometry.head_dim)
-        return PlannedEntry(
-            sm, geometry, kernel, plan, shared_bytes, plan.blocks if blocks is None else min(blocks, plan.blocks)
-        )
+    def entry(kernel: Kernel, name: str, shared_bytes: int, blocks: int) -> PlannedEntry:
+        plan = plan_of(sm, kernel.op, name, blocks)
+        return PlannedEntry(sm, geometry, kernel, plan, shared_bytes, min(blocks, plan.blocks))
 
-    yield entry(append_kernel(geometry.page, geometry.element), "append_rows", 0)
+    yield entry(append_kernel(geometry.page, geometry.element), "append_rows", 0, APPEND_BLOCKS)
     for rows in (DECODE_ROWS, CHUNK_ROWS):
         attend = AttendKernel(shape, rows, sm)
         yield entry(attend.kernel, "attend_tiles", attend.residency.shared_bytes, attend.residency.blocks)
-        yield entry(attend.kernel, "attend_combine", 4 * rows)
+        yield entry(attend.kernel, "attend_combine", 4 * rows, COMBINE_BLOCKS)
     score = ScoreKernel(shape, sm)
     yield entry(score.kernel, "score_tiles", score.residency.shared_bytes, score.residency.blocks)
     sizes = CommitSizes(**COMMIT_SIZES, shared_bytes=COMMIT_SHARED_BYTES[sm])
@@ -133,14 +131,10 @@ def planned_entries(sm: str, geometry: Geometry) -> Iterator[PlannedEntry]:
     yield entry(kernel, "commit_rows", commit.launch.shared_bytes, commit.launch.grid)
 
 
-def plan_of(sm: str, op: str, entry: str, head_dim: int) -> Plan:
-    """The one row of PLANS for an entry."""
-    (plan,) = (
-        plan
-        for plan in PLANS
-        if (plan.op, plan.entry) == (op, entry) and plan.head_dim in (None, head_dim) and sm in plan.sms
-    )
-    return plan
+def plan_of(sm: str, op: str, entry: str, blocks: int) -> Plan:
+    """The row of PLANS that has registers for so many blocks, or for as many as there can be."""
+    rows = [plan for plan in PLANS if (plan.op, plan.entry) == (op, entry) and sm in plan.sms]
+    return min(rows, key=lambda plan: (plan.blocks < blocks, abs(plan.blocks - blocks)))
 
 
 @dataclass(frozen=True)
