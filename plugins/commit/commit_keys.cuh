@@ -1,6 +1,7 @@
 // Keys of one row: candidates stream through the stages, a tile of at most E at a time, against the keys below the
-// line, which lie in shared memory. A tile of kept entries is a new block: its K is quantized and written on the way, so
-// that no key is read twice while those below fit (query_rows). Beyond that each slab of them streams the candidates again.
+// line, which lie in shared memory. A tile of kept entries is a new block: its K is quantized and written on the way,
+// so that no key is read twice while those below fit (query_rows). Beyond that each slab of them streams the
+// candidates again.
 #pragma once
 
 #include "commit/commit_lists.cuh"
