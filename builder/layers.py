@@ -36,11 +36,9 @@ class Layers(Protocol[T]):
     def reshape(self, x: T, shape: Sequence[int], first: Axes = (), then: Axes = ()) -> T:
         """0 keeps the size of that axis, -1 (at most one) takes what is left.
 
-        first, then: order of axes before and after, where it changes. One layer in all, so cheaper than `transpose`.
+        first, then: order of axes before and after, where it changes. One layer in all.
         """
         ...
-
-    def transpose(self, x: T, axes: Sequence[int]) -> T: ...
 
     def part(self, x: T, axis: int, start: int, size: int) -> T:
         """x[..., start : start + size, ...] along `axis`."""
@@ -135,9 +133,6 @@ class TorchLayers:
         x = x.permute(*first) if first else x
         x = x.reshape([x.shape[i] if size == 0 else size for i, size in enumerate(shape)])
         return x.permute(*then) if then else x
-
-    def transpose(self, x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
-        return x.permute(*axes)
 
     def part(self, x: torch.Tensor, axis: int, start: int, size: int) -> torch.Tensor:
         return x.narrow(axis, start, size)

@@ -75,11 +75,6 @@ class TrtLayers:
             layer.second_transpose = tuple(then)
         return layer.get_output(0)
 
-    def transpose(self, x: trt.ITensor, axes: Sequence[int]) -> trt.ITensor:
-        layer = self._network.add_shuffle(x)
-        layer.first_transpose = tuple(axes)
-        return layer.get_output(0)
-
     def part(self, x: trt.ITensor, axis: int, start: int, size: int) -> trt.ITensor:
         """By a list of indices: a slice would need the sizes of the other axes as tensors, four layers more."""
         return self.gather(x, self.constant(torch.arange(start, start + size), "int32"), axis)

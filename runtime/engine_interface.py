@@ -123,7 +123,7 @@ def make_interface(spec: ModelSpec, limits: EngineLimits, step: StepLimits) -> E
     dims = _dims(spec, limits, step, block_words)
     by_name = {dim.name: dim for dim in dims}
     layers, heads, tokens = spec.num_layers, spec.num_kv_heads, limits.page_tokens
-    kv: BindingDType = limits.kv_dtype  # type: ignore[assignment]
+    kv: BindingDType = limits.kv_dtype
     pages = ("pages", heads, 2, tokens, spec.head_dim)
     seen = ("pages", heads, tokens)
     inputs = [
