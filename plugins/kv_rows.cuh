@@ -10,10 +10,12 @@
 // A quarter warp reads rows g and g + 1; where both begin at bank 0, odd rows take the vectors of a pair in the other
 // order, which makes the 8 vectors of the quarter lie in different banks.
 //
-// CODES. A byte b below 0x64 is the fp16 1024 + b, one whose upper nibble is n is 1024 + 16 n; one exact fma gives
-// the code, a second one, rounded once, min + scale * code. Codes are multiplied as fp16 whatever ELEMENT is: scales
-// are fp16, and bf16 would lose 3 of their bits. Queries are scaled by a power of two for that, so that they fit fp16
-// (`QueryRows`).
+// CODES. A code c in the low bits of an fp16 is the subnormal c * 2^-24, a nibble one place higher c * 2^-20: tensor
+// cores multiply those exactly, and a mask is all that unpacking takes. `attend` does that: scales of keys go into the
+// queries of a block, those of values into the weights, powers of two into what fp32 factors are there anyway. `score`,
+// which passes many rows over the same keys, dequantizes them: under 0x64 a byte c is the fp16 1024 + c; one exact fma
+// gives c, a second one min + scale * c. Codes are multiplied as fp16 whatever ELEMENT is: scales are fp16, and bf16
+// would lose 3 of their bits. Queries are scaled by a power of two for that, so that they fit fp16 (`QueryRows`).
 #pragma once
 
 #include "kv_tiles.cuh"
@@ -38,82 +40,90 @@ struct Row {
   static constexpr int WORDS = ROW_BYTES / 16;
 
   HW_DEVICE static void read(Shared<uint8_t> from, int row_at, bool filled, uint32_t (&words)[WORDS]) {
-    const int t = lane() % 4;
     if constexpr (VECTORS == 0) {
       Vec<uint32_t, 2> x{0, 0};
-      if (filled) x = from.load_as<Vec<uint32_t, 2>>(row_at + 8 * t);
+      if (filled) x = from.load_as<Vec<uint32_t, 2>>(row_at + 8 * (lane() % 4));
       words[0] = x[0], words[1] = x[1];
+    } else if constexpr (VECTORS == 1) {
+      const Vec<uint32_t, 4> x = vector(from, row_at, filled, lane() % 4);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) words[w] = x[w];
     } else {
-      const int flip = VECTORS > 1 ? lane() / 4 & 1 : 0;
-      Vec<uint32_t, 4> x[VECTORS];
 #pragma unroll
-      for (int v = 0; v < VECTORS; ++v) {
-        const int from_v = v ^ flip, chunk = PAIRED ? 8 * (from_v / 2) + 2 * t + from_v % 2 : 4 * from_v + t;
-        x[v] = Vec<uint32_t, 4>{0, 0, 0, 0};
-        if (filled) x[v] = from.load_as<Vec<uint32_t, 4>>(row_at + 16 * chunk);
-      }
+      for (int pair = 0; pair < VECTORS / 2; ++pair) {
+        uint32_t part[8];
+        read_pair(from, row_at, filled, pair, part);
 #pragma unroll
-      for (int w = 0; w < WORDS; ++w) {
-        words[w] = VECTORS == 1 ? x[0][w] : flip ? x[(w / 4 ^ 1) % VECTORS][w % 4] : x[w / 4][w % 4];
+        for (int w = 0; w < 8; ++w) words[8 * pair + w] = part[w];
       }
     }
+  }
+
+  // Vectors 2 * pair and 2 * pair + 1.
+  HW_DEVICE static void read_pair(Shared<uint8_t> from, int row_at, bool filled, int pair, uint32_t (&words)[8]) {
+    const int t = lane() % 4, flip = lane() / 4 & 1;
+    const int first = PAIRED ? 8 * pair + 2 * t : 8 * pair + t, step = PAIRED ? 1 : 4;
+    const Vec<uint32_t, 4> x = vector(from, row_at, filled, first + step * flip);
+    const Vec<uint32_t, 4> y = vector(from, row_at, filled, first + step * (1 - flip));
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      words[w] = flip ? y[w] : x[w];
+      words[4 + w] = flip ? x[w] : y[w];
+    }
+  }
+
+ private:
+  HW_DEVICE static Vec<uint32_t, 4> vector(Shared<uint8_t> from, int row_at, bool filled, int chunk) {
+    Vec<uint32_t, 4> x{0, 0, 0, 0};
+    if (filled) x = from.load_as<Vec<uint32_t, 4>>(row_at + 16 * chunk);
+    return x;
   }
 };
 
 template <int RUN>
 using HalfRow = Row<HEAD_DIM * 2, RUN == 16>;
 
-// Codes of two channels or two keys as fp16, exactly. `low`: bits of 1024 + code in each half.
-constexpr uint32_t ONE_K = 0x64006400, BYTES_64 = 0x64646464;
-HW_DEVICE uint32_t code_of(uint32_t low) { return fma2_fp16(low, 0x3c003c00, 0xe400e400); }         // x - 1024
-HW_DEVICE uint32_t high_code_of(uint32_t high) { return fma2_fp16(high, 0x2c002c00, 0xd400d400); }  // x / 16 - 64
+constexpr uint32_t MINUS_ZERO = 0x80008000;  // of a pair of fp16: adds nothing
+HW_DEVICE uint32_t multiply2_fp16(uint32_t a, uint32_t b) { return fma2_fp16(a, b, MINUS_ZERO); }
+
 // Bytes 0, 2, 1, 3: neighbours then lie two bytes apart, where both halves of a register expect them.
 HW_DEVICE uint32_t part_neighbours(uint32_t codes) { return byte_perm(codes, 0, 0x3120); }
 
-// A lane's code words of one key's row -> fp16 pairs of its list.
-template <int BITS, int RUN>
-struct KeyCodes {
+// A lane's code words of one row -> pairs of its list, as subnormals: c * 2^-24, and c * 2^-20 in the second half of
+// 4-bit lists (high nibbles).
+// TRANSPOSED: of 8 keys' value rows, lane (g, t) bringing that of key g; gives per output tile j the codes of keys
+// (2t, 2t + 1) in column g.
+template <int BITS, int RUN, bool TRANSPOSED>
+struct Codes {
   static constexpr int WORDS = HEAD_DIM * BITS / 8 / 16;
 
   HW_DEVICE static void unpack(const uint32_t (&codes)[WORDS], uint32_t (&pairs)[LIST_PAIRS]) {
 #pragma unroll
     for (int w = 0; w < WORDS; ++w) {
+      uint32_t x = part_neighbours(codes[w]);
+      if constexpr (TRANSPOSED) x = transpose_8x8(x);
+      const uint32_t y = x >> 8;
       if constexpr (BITS == 8) {
-        pairs[2 * w] = code_of(byte_perm(codes[w], BYTES_64, 0x4140));
-        pairs[2 * w + 1] = code_of(byte_perm(codes[w], BYTES_64, 0x4342));
+        pairs[2 * w] = x & 0x00ff00ff;
+        pairs[2 * w + 1] = y & 0x00ff00ff;
       } else if constexpr (BITS == 4) {
-        const uint32_t x = part_neighbours(codes[w]), y = x >> 8;
-        pairs[2 * w] = code_of((x & 0x000f000f) | ONE_K);
-        pairs[2 * w + 1] = code_of((y & 0x000f000f) | ONE_K);
-        pairs[RUN / 2 + 2 * w] = high_code_of((x & 0x00f000f0) | ONE_K);
-        pairs[RUN / 2 + 2 * w + 1] = high_code_of((y & 0x00f000f0) | ONE_K);
+        pairs[2 * w] = x & 0x000f000f;
+        pairs[2 * w + 1] = y & 0x000f000f;
+        pairs[RUN / 2 + 2 * w] = x & 0x00f000f0;
+        pairs[RUN / 2 + 2 * w + 1] = y & 0x00f000f0;
       }
     }
   }
 };
+// Whether pair or output tile j of a list holds high nibbles.
+constexpr bool is_high(int bits, int j) { return bits == 4 && j >= LIST_PAIRS / 2; }
 
-// A lane's code words of one key's value row -> of 8 keys, per output tile j, the codes of keys (2t, 2t + 1) in column
-// g. Collective: lane (g, t) brings the row of key g.
-template <int BITS, int RUN>
-struct ValueCodes {
-  static constexpr int WORDS = HEAD_DIM * BITS / 8 / 16;
-
-  HW_DEVICE static void unpack(const uint32_t (&codes)[WORDS], uint32_t (&columns)[LIST_PAIRS]) {
-#pragma unroll
-    for (int w = 0; w < WORDS; ++w) {
-      const uint32_t x = transpose_8x8(part_neighbours(codes[w])), y = x >> 8;
-      if constexpr (BITS == 8) {
-        columns[2 * w] = code_of(byte_perm(x, BYTES_64, 0x4240));
-        columns[2 * w + 1] = code_of(byte_perm(x, BYTES_64, 0x4341));
-      } else if constexpr (BITS == 4) {
-        columns[2 * w] = code_of((x & 0x000f000f) | ONE_K);
-        columns[2 * w + 1] = code_of((y & 0x000f000f) | ONE_K);
-        columns[RUN / 2 + 2 * w] = high_code_of((x & 0x00f000f0) | ONE_K);
-        columns[RUN / 2 + 2 * w + 1] = high_code_of((y & 0x00f000f0) | ONE_K);
-      }
-    }
-  }
-};
+// The code of such a pair itself.
+HW_DEVICE uint32_t code_of(uint32_t pair, bool high) {
+  const uint32_t above = pair | 0x64006400;                // 1024 + c, or 1024 + 16 c
+  return high ? fma2_fp16(above, 0x2c002c00, 0xd400d400)   // above / 16 - 64
+              : fma2_fp16(above, 0x3c003c00, 0xe400e400);  // above - 1024
+}
 
 // fp16 fields of the channels of a lane's list, of one quantized block: `at` is K_SCALE or K_MIN.
 struct ChannelField {
@@ -130,16 +140,13 @@ HW_DEVICE void page_keys(Shared<uint8_t> stage, int first_at, int filled, uint32
   HalfRow<K_RUN>::read(stage, first_at + g * PAGE_ROW_BYTES, g < filled, pairs);
 }
 
-// The same of 8 entries of a block; fp16 if the block is quantized: codes times scale, plus minimum.
-HW_DEVICE void block_keys(Shared<uint8_t> stage, int first, int filled, const ChannelField &scale,
-                          const ChannelField &minimum, uint32_t (&pairs)[LIST_PAIRS]) {
+// The same of 8 entries of a block; of a quantized one subnormal codes.
+HW_DEVICE void block_keys(Shared<uint8_t> stage, int first, int filled, uint32_t (&pairs)[LIST_PAIRS]) {
   const int g = lane() / 4, row_at = K_CODES + (first + g) * K_ROW_BYTES;
   if constexpr (QUANTIZED) {
     uint32_t codes[K_ROW_BYTES / 16];
     Row<K_ROW_BYTES, false>::read(stage, row_at, g < filled, codes);
-    KeyCodes<K_BITS, K_RUN>::unpack(codes, pairs);
-#pragma unroll
-    for (int j = 0; j < LIST_PAIRS; ++j) pairs[j] = fma2_fp16(pairs[j], scale.pairs[j], minimum.pairs[j]);
+    Codes<K_BITS, K_RUN, false>::unpack(codes, pairs);
   } else {
     HalfRow<K_RUN>::read(stage, row_at, g < filled, pairs);
   }
@@ -195,15 +202,22 @@ struct QueryRows {
     if (lane() == 0) factor().store(m, scale * LOG2E * bit_cast<float>(static_cast<uint32_t>(exponent) << 23));
   }
 
-  // The first operand of 16 rows from `first` on, step by step over the list.
-  HW_DEVICE static void read(Shared<uint8_t> rows, int first, FragmentA (&q)[CHANNEL_STEPS]) {
+  // The first operand of 16 rows from `first` on: steps 4 * part .. 4 * part + 3 of the list, or all.
+  HW_DEVICE static void read_part(Shared<uint8_t> rows, int first, int part, FragmentA (&q)[4]) {
     const int g = lane() / 4;
-    uint32_t low[LIST_PAIRS], high[LIST_PAIRS];
-    HalfRow<K_RUN>::read(rows, (first + g) * PAGE_ROW_BYTES, true, low);
-    HalfRow<K_RUN>::read(rows, (first + g + 8) * PAGE_ROW_BYTES, true, high);
+    uint32_t low[8], high[8];
+    HalfRow<K_RUN>::read_pair(rows, (first + g) * PAGE_ROW_BYTES, true, part, low);
+    HalfRow<K_RUN>::read_pair(rows, (first + g + 8) * PAGE_ROW_BYTES, true, part, high);
 #pragma unroll
-    for (int s = 0; s < CHANNEL_STEPS; ++s) {
-      q[s] = FragmentA{{low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]}};
+    for (int s = 0; s < 4; ++s) q[s] = FragmentA{{low[2 * s], high[2 * s], low[2 * s + 1], high[2 * s + 1]}};
+  }
+  HW_DEVICE static void read(Shared<uint8_t> rows, int first, FragmentA (&q)[CHANNEL_STEPS]) {
+#pragma unroll
+    for (int part = 0; part < CHANNEL_STEPS / 4; ++part) {
+      FragmentA of_part[4];
+      read_part(rows, first, part, of_part);
+#pragma unroll
+      for (int s = 0; s < 4; ++s) q[4 * part + s] = of_part[s];
     }
   }
 };

@@ -53,11 +53,7 @@ struct Consumer {
     rows.first = first_row();
     units(t, rows);
     fills += t.num_units;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      rows.sum[i] += shuffle_xor(rows.sum[i], 1);
-      rows.sum[i] += shuffle_xor(rows.sum[i], 2);
-    }
+    for (int i = 0; i < 2; ++i) rows.sum[i] = quad_sum(rows.sum[i]);
     if (SPLIT_UNITS) merge_warps(rows);
     // Read again, which costs less than registers all through the loop.
     if (!SPLIT_UNITS || warp() == NUM_CONSUMERS - 1) finish(load_tile(p.tiles, index), index, rows);
@@ -82,19 +78,22 @@ struct Consumer {
     constexpr int STEP = SPLIT_UNITS ? NUM_CONSUMERS : 1;
     const int num_pages = min_of(max_of(t.page_units - t.first_unit, 0), t.num_units);
     int unit = SPLIT_UNITS ? warp() : 0;
-    FragmentA q[CHANNEL_STEPS];
-    if (unit < num_pages) QueryRows::read(queries.pages(), first_row(), q);
+    FragmentA q[4];
+    if (unit < num_pages) QueryRows::read_part(queries.pages(), first_row(), 0, q);
     for (; unit < num_pages; unit += STEP) {
       const int stage = ring.await(fills + unit);
       page_unit(stage, q, logits_of(t, unit), t, rows);
       ring.release(stage);
     }
-    if (unit < t.num_units) QueryRows::read(QUANTIZED ? queries.codes() : queries.pages(), first_row(), q);
+    if (unit >= t.num_units) return;
+    if (QUANTIZED) rows.enter_codes();
+    if (!QUANTIZED) QueryRows::read_part(queries.pages(), first_row(), 0, q);
     for (; unit < t.num_units; unit += STEP) {
       const int stage = ring.await(fills + unit);
       block_unit(stage, q, logits_of(t, unit), t, rows);
       ring.release(stage);
     }
+    if (QUANTIZED) rows.leave_codes();
   }
 
   // Of a unit of the tile: its columns of the logits kept, [query row][num_units * UNIT_KEYS], in 16 floats; -1 if none
@@ -106,8 +105,7 @@ struct Consumer {
     return p.logits + static_cast<int64_t>(logits) * STEP_KEYS + key;
   }
 
-  HW_DEVICE void page_unit(int stage, const FragmentA (&q)[CHANNEL_STEPS], int logits, const Tile &t,
-                           WarpRows &rows) const {
+  HW_DEVICE void page_unit(int stage, const FragmentA (&q)[4], int logits, const Tile &t, WarpRows &rows) const {
     const Shared<uint8_t> bytes = ring.stage(stage);
     for (int first = 0; first < UNIT_PAGES * PAGE_TOKENS; first += STEP_KEYS) {
       StepKeys keys;
@@ -122,61 +120,54 @@ struct Consumer {
       }
       if (keys.filled[0] <= 0 && keys.filled[1] <= 0) continue;
       FragmentC s[2];
+      half_logits(s, q, rows, bytes, keys);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        uint32_t pairs[LIST_PAIRS];
-        page_keys(bytes, keys.k_at[n], keys.filled[n], pairs);
-        s[n] = FragmentC{{0.0f, 0.0f, 0.0f, 0.0f}};
-        dot<false>(s[n], q, pairs);
         const int seen[2] = {rows.limits(0).seen - keys.position[n], rows.limits(1).seen - keys.position[n]};
         rows.mask(s[n], keys.filled[n], seen, {0.0f, 0.0f});
         if (logits >= 0 && keys.filled[n] > 0) {
           rows.keep(logits_at(logits, first + 8 * n), t.num_units * UNIT_KEYS, s[n], keys.position[n]);
         }
       }
-      add_page_values(rows, rows.weigh<false>(s), bytes, keys);
+      add_page_values(rows, rows.weigh(s), bytes, keys);
     }
   }
 
-  HW_DEVICE void block_unit(int stage, const FragmentA (&q)[CHANNEL_STEPS], int logits, const Tile &t,
-                            WarpRows &rows) const {
+  HW_DEVICE void block_unit(int stage, const FragmentA (&q)[4], int logits, const Tile &t, WarpRows &rows) const {
     const Shared<uint8_t> bytes = ring.stage(stage);
     const int len = ring.header(stage, 0).filled;
     if (len == 0) return;
-    // q . minimum is the same for all keys of a block: where their products begin. That spares a register a channel
-    // pair.
-    ChannelField scale, none;
-    scale.read(bytes, K_SCALE);
-    FragmentC from{{0.0f, 0.0f, 0.0f, 0.0f}};
-    if constexpr (QUANTIZED) {
-      ChannelField minimum;
-      minimum.read(bytes, K_MIN);
-      dot<true>(from, q, minimum.pairs);
-#pragma unroll
-      for (int j = 0; j < LIST_PAIRS; ++j) none.pairs[j] = 0x80008000;  // -0: adds nothing
-    }
+    BlockQueries scaled;
+    if constexpr (QUANTIZED) scaled.prepare(bytes, rows);
     const int all[2] = {ALL_KEYS, ALL_KEYS};
     for (int first = 0; first < len; first += STEP_KEYS) {
       const int filled[2] = {len - first, len - first - 8};
+      const int k_at = K_CODES + first * K_ROW_BYTES, v_at = V_CODES + first * V_ROW_BYTES;
+      const StepKeys keys{
+          {k_at, k_at + 8 * K_ROW_BYTES}, {v_at, v_at + 8 * V_ROW_BYTES}, {filled[0], filled[1]}, {0, 0}};
       FragmentC s[2];
+      if constexpr (!QUANTIZED) half_logits(s, q, rows, bytes, keys);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        uint32_t pairs[LIST_PAIRS];
-        block_keys(bytes, first + 8 * n, filled[n], scale, none, pairs);
-        s[n] = FragmentC{{from.r[0], from.r[0], from.r[2], from.r[2]}};
-        dot<QUANTIZED != 0>(s[n], q, pairs);
-        const Vec<float, 2> bias = WHOLE_STEPS || filled[n] > 0 ? block_bias(bytes, first + 8 * n) : Vec<float, 2>{0.0f, 0.0f};
-        rows.mask(s[n], filled[n], all, bias);
+        const Vec<float, 2> bias =
+            WHOLE_STEPS || filled[n] > 0 ? block_bias(bytes, first + 8 * n) : Vec<float, 2>{0.0f, 0.0f};
+        if constexpr (QUANTIZED) {
+          uint32_t pairs[LIST_PAIRS];
+          block_keys(bytes, first + 8 * n, filled[n], pairs);
+          s[n] = FragmentC{{0.0f, 0.0f, 0.0f, 0.0f}};
+          dot<true>(s[n], scaled.q, pairs);
+          rows.mask(s[n], filled[n], all, bias, BlockQueries::KEY_UNIT, scaled.start);
+        } else {
+          rows.mask(s[n], filled[n], all, bias);
+        }
         if (logits >= 0 && filled[n] > 0) {
           rows.keep(logits_at(logits, first + 8 * n), t.num_units * UNIT_KEYS, s[n], BEFORE_LIMITS);
         }
       }
       if constexpr (QUANTIZED) {
-        add_code_values(rows, rows.weigh<true>(s), bytes, first, filled);
+        add_code_values(rows, s, bytes, first, filled);
       } else {
-        const int v_at = V_CODES + first * PAGE_ROW_BYTES;
-        const StepKeys keys{{0, 0}, {v_at, v_at + 8 * PAGE_ROW_BYTES}, {filled[0], filled[1]}, {0, 0}};
-        add_page_values(rows, rows.weigh<false>(s), bytes, keys);
+        add_page_values(rows, rows.weigh(s), bytes, keys);
       }
     }
   }
@@ -185,11 +176,11 @@ struct Consumer {
   HW_DEVICE void merge_warps(WarpRows &rows) const {
     const Shared<float> sums = shared<float>(MERGE_SUMS_AT, NUM_CONSUMERS * 16 * 2);
     const Shared<float> values = shared<float>(MERGE_AT, HEAD_DIM / 2 * 32);
-    const int g = lane() / 4;
+    const int g = lane() / 4, own = warp();  // warp() is collective: not inside a branch that lanes take apart
     if (lane() % 4 == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        sums.store_as(2 * (16 * warp() + g + 8 * i), Vec<float, 2>{rows.top[i], rows.sum[i]});
+        sums.store_as(2 * (16 * own + g + 8 * i), Vec<float, 2>{rows.top[i], rows.sum[i]});
       }
     }
     consumers_sync();

@@ -8,7 +8,7 @@ namespace {
 // Running maxima rise in steps: a weight may reach 2^SLACK before earlier sums are scaled down again. Most keys then
 // cost one vote instead of shuffles and HEAD_DIM / 2 products. Sums are fp32 and weights floating point: nothing is
 // lost.
-constexpr float SLACK = 8.0f;
+constexpr float SLACK = 2.0f;  // 4 times the largest scale of 4-bit values is still an fp16
 constexpr int ALL_KEYS = BLOCK_ENTRIES,
               BEFORE_LIMITS = -2 * BLOCK_ENTRIES;  // entries are seen and recorded by every row
 
@@ -25,9 +25,15 @@ struct StepKeys {
   int k_at[2], v_at[2], filled[2], position[2];
 };
 
+HW_DEVICE float quad_sum(float x) {
+  x += shuffle_xor(x, 1);
+  return x + shuffle_xor(x, 2);
+}
+
 struct WarpRows {
   FragmentC out[HEAD_DIM / 8];  // tile j: columns 2t, 2t + 1 are channels 2j, 2j + 1 of lane t's list of values
   float top[2], sum[2];         // of rows g and g + 8; sum: this lane's part of it
+  float low[2];                 // weighted minima of quantized values, this lane's part; between enter and leave
   int first;                    // row of the tile that is row 0 here
 
   // Of row g (i = 0) or g + 8.
@@ -41,6 +47,7 @@ struct WarpRows {
   }
 
   // Makes the maxima cover `s`; the four lanes of a row agree.
+  template <bool CODES>
   HW_DEVICE void raise(const FragmentC (&s)[2]) {
     float most[2];
 #pragma unroll
@@ -56,6 +63,7 @@ struct WarpRows {
       shrink[i] = fast_exp2(top[i] - most[i]);
       top[i] = most[i];
       sum[i] *= shrink[i];
+      if (CODES) low[i] *= shrink[i];
     }
     scale_out(shrink);
   }
@@ -69,9 +77,8 @@ struct WarpRows {
   }
 
   // Logits, in log2, -> weights as the first operand of p.v.
-  template <bool FP16>
-  HW_DEVICE FragmentA weigh(FragmentC (&s)[2]) {
-    raise(s);
+  HW_DEVICE FragmentA weigh(const FragmentC (&s)[2]) {
+    raise<false>(s);
     FragmentA p;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
@@ -79,20 +86,61 @@ struct WarpRows {
       for (int i = 0; i < 2; ++i) {
         const float a = fast_exp2(s[n].r[2 * i] - top[i]), b = fast_exp2(s[n].r[2 * i + 1] - top[i]);
         sum[i] += a + b;
-        p.r[2 * n + i] = FP16 ? pack2_fp16(a, b) : pack2(a, b);
+        p.r[2 * n + i] = pack2(a, b);
       }
     }
     return p;
   }
 
-  // Takes what a row must not see out of tile n of a step, brings logits to log2. bias: of the lane's two keys.
-  HW_DEVICE void mask(FragmentC &s, int filled, const int (&seen)[2], Vec<float, 2> bias) const {
+  // The same for codes: weights times the scales of the lane's keys, and `low`. scale, minimum: of keys (2t, 2t + 1).
+  HW_DEVICE FragmentA weigh_codes(const FragmentC (&s)[2], const uint32_t (&scale)[2], const uint32_t (&minimum)[2]) {
+    raise<true>(s);
+    FragmentA p;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const Vec<Fp16, 2> least = bit_cast<Vec<Fp16, 2>>(minimum[n]);
+      const float least_a = to_float(least[0]), least_b = to_float(least[1]);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float a = fast_exp2(s[n].r[2 * i] - top[i]), b = fast_exp2(s[n].r[2 * i + 1] - top[i]);
+        sum[i] += a + b;
+        low[i] += a * least_a + b * least_b;
+        p.r[2 * n + i] = multiply2_fp16(pack2_fp16(a, b), scale[n]);
+      }
+    }
+    return p;
+  }
+
+  // Codes enter `out` as subnormals. enter: brings what is there to their scale; leave: back, with the minima.
+  HW_DEVICE void enter_codes() {
+    low[0] = low[1] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < LIST_PAIRS; ++j) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) out[j].r[r] *= is_high(V_BITS, j) ? 0x1p-20f : 0x1p-24f;
+    }
+  }
+  HW_DEVICE void leave_codes() {
+    const float row_low[2] = {quad_sum(low[0]), quad_sum(low[1])};
+#pragma unroll
+    for (int j = 0; j < LIST_PAIRS; ++j) {
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        out[j].r[r] = out[j].r[r] * (is_high(V_BITS, j) ? 0x1p20f : 0x1p24f) + row_low[r / 2];
+      }
+    }
+  }
+
+  // Takes what a row must not see out of tile n of a step, brings logits to log2: unit * s + start, times the row's
+  // factor, plus the bias of the lane's two keys. start: by row, in log2 already.
+  HW_DEVICE void mask(FragmentC &s, int filled, const int (&seen)[2], Vec<float, 2> bias, float unit = 1.0f,
+                      Vec<float, 2> start = {0.0f, 0.0f}) const {
     const int key = 2 * (lane() % 4);
-    const float factor[2] = {query_factor(first + lane() / 4), query_factor(first + lane() / 4 + 8)};
+    const float factor[2] = {query_factor(first + lane() / 4) * unit, query_factor(first + lane() / 4 + 8) * unit};
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       const bool visible = key + r % 2 < min_of(filled, seen[r / 2]);
-      s.r[r] = visible ? s.r[r] * factor[r / 2] + bias[r % 2] : -infinity();
+      s.r[r] = visible ? s.r[r] * factor[r / 2] + (start[r / 2] + bias[r % 2]) : -infinity();
     }
   }
 
@@ -112,15 +160,39 @@ struct WarpRows {
   }
 };
 
+// q . k of 8 + 8 tokens or entries of an unquantized block. `kept`: the first part of the queries; the rest is read
+// again, since registers are scarce and these rows leave instructions to spare.
+HW_DEVICE void half_logits(FragmentC (&s)[2], const FragmentA (&kept)[4], const WarpRows &rows, Shared<uint8_t> stage,
+                           const StepKeys &keys) {
+  const int g = lane() / 4;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) s[n] = FragmentC{{0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll
+  for (int part = 0; part < CHANNEL_STEPS / 4; ++part) {
+    FragmentA q[4] = {kept[0], kept[1], kept[2], kept[3]};
+    if (part > 0) QueryRows::read_part(QueryRows{QUERY_ROWS}.pages(), rows.first, part, q);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      uint32_t pairs[8];
+      HalfRow<K_RUN>::read_pair(stage, keys.k_at[n] + g * PAGE_ROW_BYTES, g < keys.filled[n], part, pairs);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mma(s[n], q[i], FragmentB{{pairs[2 * i], pairs[2 * i + 1]}});
+    }
+  }
+}
+
 // Values of 8 + 8 page tokens, and out += p v.
 HW_DEVICE void add_page_values(WarpRows &rows, const FragmentA &p, Shared<uint8_t> stage, const StepKeys &keys) {
   const int g = lane() / 4;
-  uint32_t low[LIST_PAIRS], high[LIST_PAIRS];
-  HalfRow<V_RUN>::read(stage, keys.v_at[0] + g * PAGE_ROW_BYTES, g < keys.filled[0], low);
-  HalfRow<V_RUN>::read(stage, keys.v_at[1] + g * PAGE_ROW_BYTES, g < keys.filled[1], high);
 #pragma unroll
-  for (int j = 0; j < LIST_PAIRS; ++j) {
-    mma(rows.out[j], p, FragmentB{{transpose_8x8(low[j]), transpose_8x8(high[j])}});
+  for (int part = 0; part < LIST_PAIRS / 8; ++part) {  // a few registers at a time
+    uint32_t low[8], high[8];
+    HalfRow<V_RUN>::read_pair(stage, keys.v_at[0] + g * PAGE_ROW_BYTES, g < keys.filled[0], part, low);
+    HalfRow<V_RUN>::read_pair(stage, keys.v_at[1] + g * PAGE_ROW_BYTES, g < keys.filled[1], part, high);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      mma(rows.out[8 * part + j], p, FragmentB{{transpose_8x8(low[j]), transpose_8x8(high[j])}});
+    }
   }
 }
 
@@ -130,26 +202,53 @@ HW_DEVICE uint32_t filled_pair(Shared<uint8_t> stage, int at, int key, int fille
   return stage.load_as<uint32_t>(at) & mask;
 }
 
-// The same of 8 + 8 entries of a quantized block, from entry `first` on.
-HW_DEVICE void add_code_values(WarpRows &rows, const FragmentA &p, Shared<uint8_t> stage, int first,
+// Logits of 8 + 8 entries of a quantized block, from entry `first` on -> weights, and out += p v of their codes.
+HW_DEVICE void add_code_values(WarpRows &rows, const FragmentC (&s)[2], Shared<uint8_t> stage, int first,
                                const int (&filled)[2]) {
-  constexpr int WORDS = V_ROW_BYTES / 16;
   const int g = lane() / 4, pair = 2 * (lane() % 4);
   uint32_t columns[2][LIST_PAIRS], scale[2], minimum[2];
 #pragma unroll
   for (int n = 0; n < 2; ++n) {
-    uint32_t codes[WORDS];
+    const bool read = WHOLE_STEPS || filled[n] > 0;
+    scale[n] = read ? filled_pair(stage, V_SCALE + 2 * (first + 8 * n + pair), pair, filled[n]) : 0;
+    minimum[n] = read ? filled_pair(stage, V_MIN + 2 * (first + 8 * n + pair), pair, filled[n]) : 0;
+  }
+  const FragmentA p = rows.weigh_codes(s, scale, minimum);
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    uint32_t codes[V_ROW_BYTES / 16];
     Row<V_ROW_BYTES, false>::read(stage, V_CODES + (first + 8 * n + g) * V_ROW_BYTES, g < filled[n], codes);
-    ValueCodes<V_BITS, V_RUN>::unpack(codes, columns[n]);
-    scale[n] = WHOLE_STEPS || filled[n] > 0 ? filled_pair(stage, V_SCALE + 2 * (first + 8 * n + pair), pair, filled[n]) : 0;
-    minimum[n] = WHOLE_STEPS || filled[n] > 0 ? filled_pair(stage, V_MIN + 2 * (first + 8 * n + pair), pair, filled[n]) : 0;
+    Codes<V_BITS, V_RUN, true>::unpack(codes, columns[n]);
   }
 #pragma unroll
-  for (int j = 0; j < LIST_PAIRS; ++j) {
-    mma_fp16(
-        rows.out[j], p,
-        FragmentB{{fma2_fp16(columns[0][j], scale[0], minimum[0]), fma2_fp16(columns[1][j], scale[1], minimum[1])}});
-  }
+  for (int j = 0; j < LIST_PAIRS; ++j) mma_fp16(rows.out[j], p, FragmentB{{columns[0][j], columns[1][j]}});
 }
+
+// Queries of one quantized block: channels times their scale, and where logits start, q . minimum. Products with codes
+// come out in units of KEY_UNIT. Low nibbles take 4 and high ones 1 / 4 of the scale, which makes their units one.
+struct BlockQueries {
+  static constexpr float KEY_UNIT = K_BITS == 4 ? 0x1p22f : 0x1p24f;
+  FragmentA q[CHANNEL_STEPS];
+  Vec<float, 2> start;  // of rows g and g + 8, in log2
+
+  // Reads the plain ones anew: both do not fit the registers.
+  HW_DEVICE void prepare(Shared<uint8_t> block, const WarpRows &rows) {
+    QueryRows::read(QueryRows{QUERY_ROWS}.codes(), rows.first, q);
+    ChannelField field;
+    field.read(block, K_MIN);
+    FragmentC least{{0.0f, 0.0f, 0.0f, 0.0f}};  // the same in all columns
+    dot<true>(least, q, field.pairs);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) start[i] = least.r[2 * i] * query_factor(rows.first + lane() / 4 + 8 * i);
+    field.read(block, K_SCALE);
+#pragma unroll
+    for (int j = 0; j < LIST_PAIRS; ++j) {
+      uint32_t scale = field.pairs[j];
+      if (K_BITS == 4) scale = multiply2_fp16(scale, is_high(K_BITS, j) ? 0x34003400 : 0x44004400);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) q[j / 2].r[2 * (j % 2) + i] = multiply2_fp16(q[j / 2].r[2 * (j % 2) + i], scale);
+    }
+  }
+};
 
 }  // namespace

@@ -107,10 +107,20 @@ struct Scorer {
         keys.filled[n] = header.filled - first - 8 * n;
         keys.position[n] = 0;
         keys.bias[n] = WHOLE_STEPS || keys.filled[n] > 0 ? block_bias(bytes, first + 8 * n) : Vec<float, 2>{0.0f, 0.0f};
-        block_keys(bytes, first + 8 * n, keys.filled[n], scale, minimum, keys.pairs[n]);
+        block_keys(bytes, first + 8 * n, keys.filled[n], keys.pairs[n]);
+        dequantize(keys.pairs[n], scale, minimum);
         places[n] = p.score + static_cast<int64_t>(header.id) * BLOCK_ENTRIES + first + 8 * n;
       }
       weigh<false, QUANTIZED != 0>(t, QUANTIZED ? queries.codes() : queries.pages(), keys, places);
+    }
+  }
+
+  HW_DEVICE static void dequantize(uint32_t (&pairs)[LIST_PAIRS], const ChannelField &scale,
+                                   const ChannelField &minimum) {
+    if (!QUANTIZED) return;
+#pragma unroll
+    for (int j = 0; j < LIST_PAIRS; ++j) {
+      pairs[j] = fma2_fp16(code_of(pairs[j], is_high(K_BITS, j)), scale.pairs[j], minimum.pairs[j]);
     }
   }
 
