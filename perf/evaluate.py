@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from perf.server import REPO_ROOT
 from runtime import manifest as manifests
 from runtime.errors import CommitKVError, ConfigError
 from runtime.policy.base import Policy
-from runtime.policy.registry import ALL_POLICIES, get_policy
+from runtime.policy.registry import ALL_POLICIES, get_policy, policies_for
+from runtime.policy.variants import with_changes
 
 REFERENCE = "reference"
 QUICK = {"contexts": "1300", "questions": 60, "policies": "commitkv,quantize-int4"}
@@ -52,42 +53,34 @@ def make_parser() -> argparse.ArgumentParser:
     add("--budgets", default="", help="budget ratios, separated by commas: a point each for the policies that have a "
         "budget (default: each policy's own)")  # fmt: skip
     add("--set", action="append", default=[], metavar="FIELD=JSON", help="change a field of the policies but full, "
-        "such as absorb_gate=null; may be given again")  # fmt: skip
+        "such as absorb_gate=null or schedule.warmup_tokens=2000; may be given again")  # fmt: skip
     add("--quick", action="store_true", help="one length, few questions, two policies: under three minutes")
     add("--kv-mib", type=int, default=1024, help="KV memory in MiB (%(default)s)")
     return parser
 
 
 def varied(policy: Policy, changes: Sequence[str]) -> Policy:
-    """`policy` with FIELD=JSON changes, named after them. Raises ConfigError."""
-    known = {field.name for field in fields(Policy)} - {"name", "schedule", "protection"}
+    """`policy` with FIELD=JSON changes, named after them; fields as `with_changes` takes them. Raises ConfigError."""
     values: dict[str, Any] = {}
     for change in changes:
-        name, _, text = change.partition("=")
-        if name not in known:
-            raise ConfigError(f"--set: got {change!r}, expected FIELD=JSON with a field of {', '.join(sorted(known))}")
+        name, equals, text = change.partition("=")
         try:
             values[name] = json.loads(text)
         except ValueError:
-            raise ConfigError(
-                f"--set: got {change!r}, expected JSON after '=', such as 0.5, null or \"int8\""
-            ) from None
-    try:
-        return replace(policy, name=f"{policy.name} {' '.join(changes)}", **values) if values else policy
-    except TypeError as error:
-        raise ConfigError(
-            f"--set: got {', '.join(changes)}, expected values of the fields' own types ({error})"
-        ) from None
+            example = 'such as 0.5, null or "int8"' if equals else "such as budget_ratio=0.5"
+            raise ConfigError(f"--set: got {change!r}, expected FIELD=JSON, {example}") from None
+    return replace(with_changes(policy, values), name=f"{policy.name} {' '.join(changes)}") if values else policy
 
 
 def chosen_policies(args: argparse.Namespace) -> list[Policy]:
     """Variants to measure besides `full`. Raises ConfigError or UnknownPolicyError."""
-    names = list(ALL_POLICIES) if args.policies == "all" else args.policies.split(",")
+    names = args.policies.split(",")
+    if args.policies == "all":
+        names = [policy.name for policy in policies_for(manifests.load(args.engine, verify=False).model)]
     budgets = numbers("--budgets", args.budgets) if args.budgets else []
     chosen: list[Policy] = []
     for policy in (get_policy(name) for name in names if name != FULL):
-        has_budget = policy.compresses and policy.budget_ratio < 1.0
-        for budget in budgets if budgets and has_budget else [None]:
+        for budget in budgets if budgets and policy.has_budget else [None]:
             changes = [*args.set, *([] if budget is None else [f"budget_ratio={budget}"])]
             chosen.append(varied(policy, changes))
     return chosen

@@ -157,6 +157,12 @@ class Policy:
         check_policy(self)
 
     @property
+    def has_budget(self) -> bool:
+        """Whether `budget_ratio` decides what stays: not where a threshold, age alone, or nothing does."""
+        by_age = bool(self.tiers) and not self.pools_by_score
+        return self.compresses and self.budget_ratio < 1.0 and self.thresholds is None and not by_age
+
+    @property
     def probe(self) -> bool:
         """Whether spans are re-read in idle time before they are committed."""
         return self.compresses and self.score in ("both", "probe")

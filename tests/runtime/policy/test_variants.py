@@ -54,6 +54,12 @@ def test_what_cannot_be_is_refused_by_name(changes: dict[str, Any], message: str
         with_changes(BASE, changes)
 
 
+def test_which_policies_have_a_budget() -> None:
+    without = {name for name, policy in ALL_POLICIES.items() if not policy.has_budget}
+    pooled = {name for name in ALL_POLICIES if name.startswith("pyramidkv-pooled")}
+    assert without == {"full", "quantize-int8", "quantize-int4", "rkv-gated", "pyramidkv-rkv-alternating", *pooled}
+
+
 def test_pooling_again_needs_masses() -> None:
     pooled = ALL_POLICIES["pyramidkv-pooled-chat"]
     with pytest.raises(ConfigError, match="pool_bias"):
