@@ -57,9 +57,17 @@ class KvManager:
     """Pages and blocks of all conversations within `kv_memory_bytes`."""
 
     def __init__(
-        self, spec: ModelSpec, limits: EngineLimits, kv_memory_bytes: int, only_format: str | None = None
+        self,
+        spec: ModelSpec,
+        limits: EngineLimits,
+        kv_memory_bytes: int,
+        only_format: str | None = None,
+        most: tuple[int, int] | None = None,
     ) -> None:
-        """only_format: of all blocks, where the executor reads one block format alone."""
+        """only_format: of all blocks, where the executor reads one block format alone.
+
+        most: pages and blocks that an arena may hold, where the executor counts its elements in 31 bits.
+        """
         self._only_format = only_format
         self.spec = spec
         self.page_tokens = limits.page_tokens
@@ -81,13 +89,17 @@ class KvManager:
                 f"(8 pages and the room a commit works in); raise it"
             )
         self.budget = ByteBudget(kv_memory_bytes, headroom)
-        self._pages = self._pool(self.page_layout.page_bytes)
-        self._blocks = {name: self._pool(layout.stored_bytes) for name, layout in self.block_layouts.items()}
+        most_pages, most_blocks = most or (None, None)
+        self._pages = self._pool(self.page_layout.page_bytes, most_pages)
+        self._blocks = {
+            name: self._pool(layout.stored_bytes, most_blocks) for name, layout in self.block_layouts.items()
+        }
         self._conversations: dict[int, ConversationKv] = {}
         self._scratch_pages = 0
 
-    def _pool(self, item_bytes: int) -> IdPool:
-        return IdPool(self.budget.total_bytes // item_bytes, item_bytes, self.budget)
+    def _pool(self, item_bytes: int, most: int | None) -> IdPool:
+        fits = self.budget.total_bytes // item_bytes
+        return IdPool(fits if most is None else min(fits, most), item_bytes, self.budget)
 
     @property
     def num_pages(self) -> int:

@@ -19,6 +19,7 @@ from runtime import manifest as manifests
 from runtime.chat_format import ChatFormat
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, EngineParts
+from runtime.engine_interface import make_interface
 from runtime.errors import ManifestError
 from runtime.executor_torch import TORCH_FORMS, Forms, TorchExecutor
 from runtime.intake import Intake
@@ -54,8 +55,7 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
         load_policy(engine_dir / POLICY_FILE, spec)
     check_model(get_policy(limits.policy), spec)  # refused at start, not at the first turn
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
-    only_format = manifest.trt.step.block_format if manifest.trt is not None else None
-    manager = KvManager(spec, limits, config.kv_memory_bytes, only_format)
+    manager = _make_manager(manifest, config)
     make_executor = _EXECUTORS[config.device]
     executor = make_executor(engine_dir, manifest, manager)
     tokenizer = load_tokenizer(engine_dir, manifest)
@@ -81,6 +81,16 @@ def _start_trace(config: RuntimeConfig, manager: KvManager, executor: Executor) 
     assert isinstance(executor, PagedExecutor)
     executor.watcher = Trace(Path(config.trace_file), manager, manager.spec)
     return executor.watcher
+
+
+def _make_manager(manifest: Manifest, config: RuntimeConfig) -> KvManager:
+    """A TensorRT engine reads one block format, and its arenas are tensors that TensorRT can count."""
+    spec, limits, facts = manifest.model, manifest.limits, manifest.trt
+    if facts is None:
+        return KvManager(spec, limits, config.kv_memory_bytes)
+    interface = make_interface(spec, limits, facts.step)
+    most = (interface.dim("pages").most, interface.dim("blocks").most)
+    return KvManager(spec, limits, config.kv_memory_bytes, facts.step.block_format, most)
 
 
 def _cpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager) -> Executor:

@@ -56,3 +56,13 @@ def test_tile_lists_are_for_the_kernels_of_the_plan() -> None:
     shape = kernels.decode.shape
     assert (shape.group, shape.element, shape.block.format) == (2, "bf16", "k8v4")
     assert most_step_words(kernels, SPEC.num_kv_heads, LIMITS.max_batch_size, STEP.max_step_tokens) > 0
+
+
+def test_arenas_stay_within_what_tensorrt_counts() -> None:
+    """Ids beyond the cap are never handed out, however large the KV memory is."""
+    free = KvManager(SPEC, LIMITS, 1 << 30, "k8v4")
+    capped = KvManager(SPEC, LIMITS, 1 << 30, "k8v4", most=(1000, 2000))
+    assert free.num_pages > 1000 and free.num_blocks["k8v4"] > 2000
+    assert (capped.num_pages, capped.num_blocks["k8v4"]) == (1000, 2000)
+    few = KvManager(SPEC, LIMITS, 16 << 20, "k8v4", most=(10**9, 10**9))
+    assert few.num_pages == KvManager(SPEC, LIMITS, 16 << 20, "k8v4").num_pages
