@@ -88,6 +88,7 @@ HW_DEVICE float from_float<float>(float x) {
 
 HW_DEVICE float infinity() { return __int_as_float(0x7f800000); }
 HW_DEVICE float inverse_sqrt(float x) { return rsqrtf(x); }
+HW_DEVICE float fast_max(float a, float b) { return fmaxf(a, b); }
 HW_DEVICE float fast_exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

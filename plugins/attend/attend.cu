@@ -21,9 +21,10 @@
 // Bandwidth. An H100 moves 3.35 TB/s / 132 = 25 bytes a ns and multiprocessor, an H200 36. If a copy takes 1 us to
 // arrive under load, 25 to 36 KB must be under way. MIN_BLOCKS blocks take nearly all shared memory as stages: 180 to
 // 200 KB a multiprocessor, of which the consumers hold one stage of 5 to 17 KB each (kv_tiles.py, `residency`; the
-// table is printed by plugins/occupancy.py). Instructions: a 4-bit code takes about 1.7 (mask, fma, fma, a part of a
-// transpose), so 42 codes a clock, an H200's 36 bytes a ns at 1.7 GHz, take 73 of 128 lanes. fp16 pages need two
-// products of 4096 multiply-adds per 512 bytes: a twentieth of what the tensor cores do.
+// table is printed by plugins/occupancy.py). Instructions, counted in the code for sm_90a at D = 128: 16 page tokens
+// (8,192 bytes) or 16 4-bit entries (2,272 bytes, a quarter of what a block costs once included) take a warp about 400.
+// Four are issued a clock: 80 and 22 bytes a clock at most, where memory brings 15 (H100) or 21 (H200) at 1.7 GHz.
+// So pages wait for memory, and 4-bit blocks are close to waiting for instructions on an H200. Not run on a card yet.
 //
 // Called by plugins/attend/cuda.py and the TensorRT plugin: the launches of one layer. The tile list and block_tiles
 // are read from memory, so a captured graph replays with new tables.

@@ -52,14 +52,14 @@ struct WarpRows {
     float most[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      most[i] = max_of(max_of(s[0].r[2 * i], s[0].r[2 * i + 1]), max_of(s[1].r[2 * i], s[1].r[2 * i + 1]));
+      most[i] = fast_max(fast_max(s[0].r[2 * i], s[0].r[2 * i + 1]), fast_max(s[1].r[2 * i], s[1].r[2 * i + 1]));
     }
     if (!hw::any(most[0] > top[0] + SLACK || most[1] > top[1] + SLACK)) return;
     float shrink[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      most[i] = max_of(most[i], shuffle_xor(most[i], 1));
-      most[i] = max_of(max_of(most[i], shuffle_xor(most[i], 2)), top[i]);
+      most[i] = fast_max(most[i], shuffle_xor(most[i], 1));
+      most[i] = fast_max(fast_max(most[i], shuffle_xor(most[i], 2)), top[i]);
       shrink[i] = fast_exp2(top[i] - most[i]);
       top[i] = most[i];
       sum[i] *= shrink[i];

@@ -60,6 +60,7 @@ To bit_cast(const From &from) {
 
 inline float infinity() { return INFINITY; }
 inline float inverse_sqrt(float x) { return 1.0f / std::sqrt(x); }
+inline float fast_max(float a, float b) { return std::fmax(a, b); }
 inline float fast_exp2(float x) { return std::exp2(x); }
 inline float fast_log2(float x) { return std::log2(x); }
 
