@@ -146,7 +146,7 @@ class PagedExecutor(ABC):
         rows = StepRows(plan.token_ids, plan.first_position, plan.slots, plan.view, bytes(num_rows), plan.record_skip)
         logits = self._forward([rows], int32([num_rows - 1]), None)
         assert logits is not None, "nothing interrupts it"
-        return logits[0]
+        return logits[0].clone()  # an engine writes all its logits to one place
 
     @torch.inference_mode()
     def draw_line(self, plan: LinePlan) -> LineResult:
