@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from perf import kernel_bytes, kernels
+from perf import kernel_bytes, kernel_timing, kernels
 from perf.kernel_cases import exact_decode, make_attend_case
 from perf.kernel_report import Session, tables, write
-from perf.kernel_runs import ELEMENT, NO_BULK, AttendRow, CommitRow, PreparedStep, commit_difference
+from perf.kernel_runs import (
+    ELEMENT,
+    NO_BULK,
+    AttendRow,
+    Bench,
+    CommitRow,
+    PreparedStep,
+    commit_difference,
+    measure_attend,
+    measure_commit,
+)
 from perf.kernel_shapes import HEADS, CommitShape, Heads, KernelShape
 from perf.kernel_timing import DefinedRunner
 from plugins.attend import reference
@@ -119,3 +130,41 @@ def test_without_a_gpu_nothing_is_measured(capsys: pytest.CaptureFixture[str], t
     assert "device: got cuda, but" in capsys.readouterr().err and not list(tmp_path.iterdir())
     with pytest.raises(SystemExit):
         kernels.main(["--rounds", "0"])
+
+
+class CpuEvent:
+    """Stands in for a CUDA event, which needs a GPU: the time of the host's clock."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: CpuEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@needs_compiler
+def test_the_measuring_code_with_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the clock and the card is what runs on a GPU; the emulated kernels take their time."""
+    monkeypatch.setattr(kernel_timing, "_event", CpuEvent)
+    monkeypatch.setattr(kernel_timing, "FLUSH_BYTES", 1 << 10)
+    monkeypatch.setattr(kernel_timing, "COPY_BYTES", 1 << 16)
+    monkeypatch.setattr(kernel_timing, "WARM_UPS", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 30, 1 << 30))
+    stopwatch = kernel_timing.Stopwatch(CPU, rounds=1)
+    bench = Bench(EmulatedRunner(), "sm_90a", stopwatch, stopwatch.copy_bytes_per_s())
+    assert bench.copy_bytes_per_s > 0 and stopwatch.read_bytes_per_s() > 0
+    row = measure_attend(bench, KernelShape(SMALL, 2, 333, 0.5), compare_copies=True)
+    assert row is not None and row.error <= 1e-2 and row.seconds > 0
+    assert row.plain_copies_s is not None and row.sdpa_s is not None and row.flashinfer_s is None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (1 << 10, 1 << 30))
+    assert measure_attend(bench, KernelShape(SMALL, 2, 333, 0.5), compare_copies=False) is None, "no room"
+    commit = measure_commit(bench, CommitShape(SMALL, 200), compare_copies=True)
+    assert commit.difference <= 1e-3 and commit.seconds > 0 and commit.plain_copies_s is not None
+    assert not Session(CARD, "sm_90a", 1e12, 1e12, (), (row,), (commit,)).wrong
