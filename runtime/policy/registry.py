@@ -7,6 +7,7 @@ from runtime.errors import UnknownPolicyError
 from runtime.policy import (
     alternating,
     commitkv,
+    commitkv_gate,
     full,
     h2o,
     pyramid_layered,
@@ -24,6 +25,7 @@ ALL_POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
         commitkv.POLICY,
+        commitkv_gate.POLICY,
         pyramid_pooled.POLICY,
         pyramid_pooled.CHAT,
         pyramid_pooled.CODE,
