@@ -19,8 +19,8 @@ from runtime import manifest as manifests
 from runtime.chat_format import ChatFormat
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, EngineParts
-from runtime.engine_interface import make_interface
-from runtime.errors import ManifestError
+from runtime.engine_interface import StepLimits, make_interface
+from runtime.errors import ConfigError, ManifestError
 from runtime.executor_torch import TORCH_FORMS, Forms, TorchExecutor
 from runtime.intake import Intake
 from runtime.kv_manager import KvManager
@@ -61,6 +61,8 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
     tokenizer = load_tokenizer(engine_dir, manifest)
     chat_format = load_chat_format(engine_dir, manifest)
     probe_prompt, _ = tokenizer.encode(chat_format.next_turn(PROBE_REQUEST, False).text, (0, 0))
+    if manifest.trt is not None:
+        check_step_tokens(config, manifest.trt.step, len(probe_prompt))
     log.info("loaded %s: %d layers, %s weights, policy %s", engine_dir, spec.num_layers, limits.dtype, limits.policy)
     return EngineParts(
         spec=spec,
@@ -81,6 +83,19 @@ def _start_trace(config: RuntimeConfig, manager: KvManager, executor: Executor) 
     assert isinstance(executor, PagedExecutor)
     executor.watcher = Trace(Path(config.trace_file), manager, manager.spec)
     return executor.watcher
+
+
+def check_step_tokens(config: RuntimeConfig, step: StepLimits, prompt_tokens: int) -> None:
+    """Raises ConfigError where steps or probes would be larger than the engine takes. prompt_tokens: of a probe."""
+    for name, got, most in (
+        ("tokens_per_step", config.tokens_per_step, step.max_step_tokens),
+        ("probe_tokens_per_step", config.probe_tokens_per_step, step.max_step_tokens - prompt_tokens),
+    ):
+        if got > most:
+            raise ConfigError(
+                f"{name}: got {got}, expected at most {most} with an engine for steps of {step.max_step_tokens} tokens "
+                f"(a probe's request takes {prompt_tokens}); lower it, or build with a larger --max-step-tokens"
+            )
 
 
 def _make_manager(manifest: Manifest, config: RuntimeConfig) -> KvManager:

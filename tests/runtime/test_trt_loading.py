@@ -11,12 +11,14 @@ from kernel_engine import SPEC, make_limits
 
 from plugins.attend.tile_words import most_step_words
 from plugins.emulation.runner import EmulatedRunner
+from runtime.config import RuntimeConfig
 from runtime.engine_interface import StepLimits, make_interface
-from runtime.errors import DeviceError, ManifestError
+from runtime.errors import ConfigError, DeviceError, ManifestError
 from runtime.gpu import GpuKernels
 from runtime.kv_manager import KvManager
 from runtime.manifest import Manifest, SourceModel, TokenInfo, TrtFacts
 from runtime.trt_loading import check_facts, step_kernels, storage_bytes, trt_executor
+from runtime.wiring import check_step_tokens
 
 LIMITS = make_limits("bf16")
 STEP = StepLimits(max_step_tokens=64, block_format="k8v4", max_tile_words=4096)
@@ -66,3 +68,11 @@ def test_arenas_stay_within_what_tensorrt_counts() -> None:
     assert (capped.num_pages, capped.num_blocks["k8v4"]) == (1000, 2000)
     few = KvManager(SPEC, LIMITS, 16 << 20, "k8v4", most=(10**9, 10**9))
     assert few.num_pages == KvManager(SPEC, LIMITS, 16 << 20, "k8v4").num_pages
+
+
+def test_steps_larger_than_the_engine_are_refused_at_start() -> None:
+    check_step_tokens(RuntimeConfig(tokens_per_step=64, probe_tokens_per_step=52), STEP, prompt_tokens=12)
+    with pytest.raises(ConfigError, match=r"tokens_per_step: got 65, expected at most 64 .*--max-step-tokens"):
+        check_step_tokens(RuntimeConfig(tokens_per_step=65, probe_tokens_per_step=1), STEP, 12)
+    with pytest.raises(ConfigError, match="probe_tokens_per_step: got 53, expected at most 52"):
+        check_step_tokens(RuntimeConfig(tokens_per_step=64, probe_tokens_per_step=53), STEP, 12)
