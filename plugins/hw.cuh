@@ -12,7 +12,7 @@
 //   HW_CHECK(condition, "what is wrong")
 //       fails the launch when emulated, traps with -DHW_DEBUG, else costs nothing
 //
-// Where: thread() warp() lane() block() num_threads() num_blocks(); warp() is the same in all lanes.
+// Where: thread() lane() block() num_threads() num_blocks(); warp(), which is warp-collective.
 // Values: Vec<T, N> is aligned to its size. Fp16, Bf16: storage types; Half: the one that -DELEMENT chooses (0, 1).
 //   to_float(x), from_float<T>(f); pack2(lo, hi) -> two Half in 32 bits, unpack2(bits) -> Vec<float, 2>;
 //   fma2(a, b, c): two Half at once, rounded once; byte_perm(a, b, selector); bit_cast<T>(x);

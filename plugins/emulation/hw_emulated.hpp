@@ -36,7 +36,11 @@ using emulation::machine;
 
 inline int thread() { return machine->self->thread; }
 inline int lane() { return machine->self->thread % 32; }
-inline int warp() { return machine->self->thread / 32; }
+// On a GPU a shuffle of all lanes: called where only some of them are, it would wait for ever.
+inline int warp() {
+  machine->converge("warp", nullptr, [](void **) {});
+  return machine->self->thread / 32;
+}
 inline int block() { return machine->self->block; }
 inline int num_threads() { return machine->self->num_threads; }
 inline int num_blocks() { return machine->self->num_blocks; }
