@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from perf.server import REPO_ROOT, ServerOptions, TritonServer
+from runtime.config import DEVICES
 from runtime.errors import CommitKVError, ConfigError
 from runtime.policy.policy_file import is_policy_file
 
@@ -49,6 +50,8 @@ def server_options(
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m perf.serve", description=__doc__)
     add_engine_arguments(parser)
+    parser.add_argument("--device", choices=DEVICES, default="cpu", help="what runs the engine; engines built with "
+        "--target trt need cuda (%(default)s)")  # fmt: skip
     parser.add_argument("--policy", help="policy of conversations that name none, or a policy file (the engine's own)")
     parser.add_argument("--trace", type=Path, help="new file for a record of every commit, see perf.trace (none)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
@@ -66,7 +69,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         raise ConfigError(f"--grace-s: got {args.grace_s}, expected 0 to {MAX_GRACE_S} seconds; pass another number")
     trace = {} if args.trace is None else {"trace_file": str(args.trace.resolve())}
     return ServerOptions(
-        parameters={**base.parameters, **trace, "grace_s": str(args.grace_s)},
+        parameters={**base.parameters, **trace, "device": args.device, "grace_s": str(args.grace_s)},
         host=args.host,
         http_port=args.http_port,
         grpc_port=args.grpc_port,
