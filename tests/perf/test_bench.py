@@ -114,7 +114,7 @@ def test_transformers_peer_has_the_engines_weights_and_takes_steps_back(tiny_eng
     system = TransformersSystem(model, decoder)
     system.begin(100, 1)
     ours: Any = engine._engine._executor
-    assert torch.equal(decoder.get_input_embeddings().weight, ours._decoder._weights.tensors[EMBEDDING])
+    assert torch.equal(decoder.get_input_embeddings().weight, ours._decoder._weights.tables[EMBEDDING])
     engine.grow("a", "full", 100)
     plan_logits = engine._engine.peek("a", "Hello", "", ours.logits)
     conversation = engine._engine._by_id["a"]
