@@ -42,6 +42,7 @@
 //       one arrival of the calling thread; what it read or wrote before is ordered before the phase
 //   barrier_wait(b, i, parity)
 //       returns once the phase of that parity has completed; of a fresh barrier, parity 1 has
+//       only parities are compared: the caller must know that the phase before the one it waits for has completed
 //
 // Copies into shared memory, one warp (collective); dst, src and bytes are multiples of 16:
 //   copy_begin(b, i, total_bytes); copy(b, i, dst, src, bytes)...; copy_end(b, i);

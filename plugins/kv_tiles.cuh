@@ -7,9 +7,12 @@
 // of the producer warp knows page or block n of the next 32, so that the tables cost one round trip to memory per 32
 // ids; the ring is deeper than that round trip.
 //
-// STAGES. full[s] completes when the bytes and the stage's header (filled tokens and first position of each page) are
-// there; empty[s] when the warps that read the stage are done. Stages are used in turn, tile after tile, so the
-// producer runs ahead of the consumers across tiles.
+// STAGES. A full barrier completes when the bytes and the stage's header (filled tokens and first position of each
+// page) are there; empty[s] when the warps that read the stage are done. Stages are used in turn, tile after tile, so
+// the producer runs ahead of the consumers across tiles.
+// Copies overtake each other, and a wait tells phases apart by their parity only: a warp that waits for a phase of a
+// barrier must have seen the one before. So full barriers are not those of stages but MAX_STAGES in turn, a multiple of
+// the warps that take units in turn: each meets its own ones again and again, whatever the number of stages.
 #pragma once
 
 #include "hw.cuh"
@@ -31,6 +34,7 @@ constexpr float LOWEST = -1e30f;  // a running maximum before any key; finite, s
 static_assert(HEAD_DIM == 64 || HEAD_DIM == 128, "head_dim");
 static_assert(PAGE_TOKENS % 8 == 0 && BLOCK_ENTRIES % 8 == 0, "tiles of 8 keys");
 static_assert(UNIT_KEYS % STEP_KEYS == 0, "steps of 16 keys");
+static_assert(MAX_STAGES % NUM_CONSUMERS == 0, "a full barrier belongs to one warp of those that take units in turn");
 
 // Where the KV of a layer lies, and its tables (plugins/attend/params.py).
 struct KvArgs {
@@ -68,9 +72,12 @@ struct alignas(16) Header {
 struct Ring {
   int num_stages;
 
-  // Fills are counted over all tiles of a block; a stage takes every num_stages-th.
-  HW_DEVICE int stage_of(int fill) const { return fill % num_stages; }
-  HW_DEVICE int parity_of(int fill) const { return fill / num_stages & 1; }
+  // Fills are counted over all tiles of a block; a stage takes every num_stages-th. Unsigned division takes fewer
+  // registers.
+  HW_DEVICE int stage_of(int fill) const { return static_cast<uint32_t>(fill) % num_stages; }
+  HW_DEVICE int parity_of(int fill) const { return static_cast<uint32_t>(fill) / num_stages & 1; }
+  // The full barrier of a fill.
+  HW_DEVICE static int arrival_of(int fill) { return static_cast<uint32_t>(fill) % MAX_STAGES; }
   HW_DEVICE Barriers full() const { return barriers(BARRIERS_AT, MAX_STAGES); }
   HW_DEVICE Barriers empty() const { return barriers(BARRIERS_AT + 8 * MAX_STAGES, MAX_STAGES); }
   HW_DEVICE Shared<uint8_t> stage(int s) const { return shared<uint8_t>(STAGES_AT + s * STAGE_BYTES, STAGE_BYTES); }
@@ -84,17 +91,15 @@ struct Ring {
 
   HW_DEVICE void init(int readers) const {
     if (thread() == 0) {
-      for (int s = 0; s < num_stages; ++s) {
-        barrier_init(full(), s, COPY_ARRIVALS + 1);
-        barrier_init(empty(), s, readers);
-      }
+      for (int i = 0; i < MAX_STAGES; ++i) barrier_init(full(), i, COPY_ARRIVALS + 1);
+      for (int s = 0; s < num_stages; ++s) barrier_init(empty(), s, readers);
       barrier_init_fence();
     }
     block_sync();
   }
   // Waits for the bytes of a fill; returns its stage.
   HW_DEVICE int await(int fill) const {
-    barrier_wait(full(), stage_of(fill), parity_of(fill));
+    barrier_wait(full(), arrival_of(fill), static_cast<uint32_t>(fill) / MAX_STAGES & 1);
     return stage_of(fill);
   }
   HW_DEVICE void release(int s) const {
@@ -125,18 +130,19 @@ struct Window {
   HW_DEVICE int end_position() const { return shuffle(position + len, 31); }
 };
 
-// Copies what a stage needs of page `id`, of which `len` tokens are filled, and says how many bytes that is.
+// Copies what a stage needs of a page, of which `len` tokens are filled, and says how many bytes that is.
+// i: the fill's full barrier.
 template <bool WITH_VALUES>
 struct PageCopies {
   HW_DEVICE static int bytes(int len) { return (WITH_VALUES ? 2 : 1) * len * PAGE_ROW_BYTES; }
 
-  HW_DEVICE static void issue(const Ring &ring, int s, Shared<uint8_t> to, const uint8_t *from, int len) {
+  HW_DEVICE static void issue(Barriers full, int i, Shared<uint8_t> to, const uint8_t *from, int len) {
     const int live = len * PAGE_ROW_BYTES;
     if (WITH_VALUES && len == PAGE_TOKENS) {
-      copy(ring.full(), s, to, from, PAGE_BYTES);
+      copy(full, i, to, from, PAGE_BYTES);
     } else if (len > 0) {
-      copy(ring.full(), s, to, from, live);
-      if (WITH_VALUES) copy(ring.full(), s, to.at(PAGE_RUN_BYTES, live), from + PAGE_RUN_BYTES, live);
+      copy(full, i, to, from, live);
+      if (WITH_VALUES) copy(full, i, to.at(PAGE_RUN_BYTES, live), from + PAGE_RUN_BYTES, live);
     }
   }
 };
@@ -150,12 +156,12 @@ struct BlockCopies {
     if (len == 0) return 0;
     return WITH_VALUES ? BLOCK_BYTES : len * K_ROW_BYTES + SCALES + (BLOCK_BYTES - BIAS);
   }
-  HW_DEVICE static void issue(const Ring &ring, int s, Shared<uint8_t> to, const uint8_t *from, int len) {
+  HW_DEVICE static void issue(Barriers full, int i, Shared<uint8_t> to, const uint8_t *from, int len) {
     if (len == 0) return;
-    if (WITH_VALUES) return copy(ring.full(), s, to, from, BLOCK_BYTES);
-    copy(ring.full(), s, to.at(K_CODES, len * K_ROW_BYTES), from + K_CODES, len * K_ROW_BYTES);
-    if (SCALES > 0) copy(ring.full(), s, to.at(K_SCALE, SCALES), from + K_SCALE, SCALES);
-    copy(ring.full(), s, to.at(BIAS, BLOCK_BYTES - BIAS), from + BIAS, BLOCK_BYTES - BIAS);
+    if (WITH_VALUES) return copy(full, i, to, from, BLOCK_BYTES);
+    copy(full, i, to.at(K_CODES, len * K_ROW_BYTES), from + K_CODES, len * K_ROW_BYTES);
+    if (SCALES > 0) copy(full, i, to.at(K_SCALE, SCALES), from + K_SCALE, SCALES);
+    copy(full, i, to.at(BIAS, BLOCK_BYTES - BIAS), from + BIAS, BLOCK_BYTES - BIAS);
   }
 };
 
@@ -164,8 +170,8 @@ template <bool WITH_VALUES>
 struct Producer {
   const KvArgs &kv;
   Ring ring;
-  int fill;  // the next
-  int stage;
+  int fill;            // the next
+  int stage, arrival;  // its stage and full barrier
 
   HW_DEVICE void tile(const Tile &t) {
     const int end = t.first_unit + t.num_units;
@@ -204,7 +210,7 @@ struct Producer {
     for (int n = 0; n < UNIT_PAGES; ++n) {
       const int64_t page_head = static_cast<int64_t>(id[n]) * kv.kv_heads + head;
       const Shared<uint8_t> to = ring.stage(stage).at(n * PAGE_BYTES, PAGE_BYTES);
-      PageCopies<WITH_VALUES>::issue(ring, stage, to, kv.pages + page_head * PAGE_BYTES, len[n]);
+      PageCopies<WITH_VALUES>::issue(ring.full(), arrival, to, kv.pages + page_head * PAGE_BYTES, len[n]);
     }
     finish();
   }
@@ -222,13 +228,13 @@ struct Producer {
       write_header(0, {len, 0, id, 0});
       announce(BlockCopies<WITH_VALUES>::bytes(len));
       const uint8_t *from = kv.blocks + static_cast<int64_t>(id) * BLOCK_BYTES;
-      BlockCopies<WITH_VALUES>::issue(ring, stage, ring.stage(stage), from, len);
+      BlockCopies<WITH_VALUES>::issue(ring.full(), arrival, ring.stage(stage), from, len);
       finish();
     }
   }
 
   HW_DEVICE void wait() {
-    stage = ring.stage_of(fill);
+    stage = ring.stage_of(fill), arrival = Ring::arrival_of(fill);
     barrier_wait(ring.empty(), stage, ring.parity_of(fill) ^ 1);
   }
   HW_DEVICE void write_header(int n, Header header) {
@@ -237,11 +243,11 @@ struct Producer {
   // The header's own arrival: an asynchronous one does not order this warp's plain stores.
   HW_DEVICE void announce(int total) {
     warp_sync();
-    if (lane() == 0) barrier_arrive(ring.full(), stage);
-    copy_begin(ring.full(), stage, total);
+    if (lane() == 0) barrier_arrive(ring.full(), arrival);
+    copy_begin(ring.full(), arrival, total);
   }
   HW_DEVICE void finish() {
-    copy_end(ring.full(), stage);
+    copy_end(ring.full(), arrival);
     ++fill;
   }
 };

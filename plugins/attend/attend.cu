@@ -262,7 +262,7 @@ HW_KERNEL(attend_tiles, AttendArgs, KV_THREADS, MIN_BLOCKS) {
   ring.init(SPLIT_UNITS ? 1 : NUM_CONSUMERS);
   const int first = load(p.block_tiles + block()), end = load(p.block_tiles + block() + 1);
   if (warp() == NUM_CONSUMERS) {
-    Producer<true> producer{p.kv, ring, 0, 0};
+    Producer<true> producer{p.kv, ring, 0, 0, 0};
     for (int i = first; i < end; ++i) producer.tile(load_tile(p.tiles, i));
   } else {
     Consumer consumer{p, ring, 0, {QUERY_ROWS}};

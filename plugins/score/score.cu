@@ -175,7 +175,7 @@ HW_KERNEL(score_tiles, ScoreArgs, KV_THREADS, MIN_BLOCKS) {
   ring.init(1);
   const int first = load(p.block_tiles + block()), end = load(p.block_tiles + block() + 1);
   if (warp() == NUM_CONSUMERS) {
-    Producer<false> producer{p.kv, ring, 0, 0};
+    Producer<false> producer{p.kv, ring, 0, 0, 0};
     for (int i = first; i < end; ++i) producer.tile(load_tile(p.tiles, i));
   } else {
     Scorer scorer{p, ring, 0, {QUERY_ROWS}};

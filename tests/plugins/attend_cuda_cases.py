@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import math
 
 import torch
 
 from plugins.attend import reference
-from plugins.attend.cuda import CudaAttend
+from plugins.attend.cuda import AttendArgs, CudaAttend
 from plugins.attend.params import AttendParams, AttendTables
 from plugins.emulation.runner import EmulatedRunner
 from plugins.kernel import Kernel, KernelRunner, Launch
+from plugins.score.cuda import ScoreArgs
 from plugins.staging import TableStaging
 from tests.plugins.attend_cases import AttendCase, make_attend_case
 
@@ -75,6 +77,21 @@ class PlainCopies:
     def run(self, kernel: Kernel, entry: str, launch: Launch, params: object, stream: int | None = None) -> None:
         plain = dataclasses.replace(kernel, defines=(*kernel.defines, ("HW_NO_BULK", 1)))
         self._runner.run(plain, entry, launch, params, stream)  # type: ignore[arg-type]
+
+
+class FewStages:
+    """A runner whose kernels of `attend` and `score` have so many stages only."""
+
+    def __init__(self, runner: KernelRunner, num_stages: int) -> None:
+        self._runner, self._num_stages = runner, num_stages
+        self.device, self.num_multiprocessors = runner.device, runner.num_multiprocessors
+
+    def run(
+        self, kernel: Kernel, entry: str, launch: Launch, params: ctypes.Structure, stream: int | None = None
+    ) -> None:
+        assert isinstance(params, AttendArgs | ScoreArgs) and params.num_stages >= self._num_stages
+        params.num_stages = self._num_stages
+        self._runner.run(kernel, entry, launch, params, stream)
 
 
 def run_attend(params: AttendParams, group: int, runner: KernelRunner) -> None:

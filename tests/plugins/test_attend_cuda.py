@@ -23,6 +23,7 @@ from tests.plugins.attend_cuda_cases import (
     DECODE,
     GEOMETRIES,
     MORE_GEOMETRIES,
+    FewStages,
     PlainCopies,
     assert_result,
     check_attend,
@@ -95,6 +96,15 @@ def test_ids_of_minus_one_are_skipped(runner: EmulatedRunner) -> None:
 def test_copies_of_older_gpus_give_the_same(runner: EmulatedRunner) -> None:
     for tables in (DECODE[1], CHUNKS[1]):
         check_attend(with_tables(SMALL, tables), PlainCopies(runner))
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_any_number_of_stages(num_stages: int) -> None:
+    """Warps take units in turn, so they meet a stage in turn too unless its number is a multiple of theirs."""
+    decode = AttendCase("decode", rows=(1,), tokens=(700,), max_entries=150, kv_heads=1)
+    for tables, seeds in ((decode, (0, 1, 2, 3)), (CHUNKS[1], (0,))):
+        for seed in seeds:
+            check_attend(with_tables(SMALL, tables), FewStages(EmulatedRunner(seed), num_stages))
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda c: c.name)
