@@ -24,9 +24,10 @@ Launch::Launch(const KernelFacts &kernel, const void *params, const LaunchPlan &
   for (int i = 0; i < plan.grid; ++i) block_order_.push_back(i);
   for (int i = plan.grid - 1; i > 0; --i) std::swap(block_order_[i], block_order_[random_.below(i + 1)]);
   // Some launches let one warp run far ahead, some switch at every step; some copies arrive at once, some very late.
-  const int keep[] = {0, 50, 90, 98}, delays[] = {1, 8, 64, 512};
+  // The longest delay: copies arrive once all threads wait for some, in an order that has nothing to do with theirs.
+  const int keep[] = {0, 50, 90, 98}, delays[] = {1, 8, 64, 512, 1 << 20};
   keep_warp_percent_ = keep[random_.below(4)];
-  max_delay_ = delays[random_.below(4)];
+  max_delay_ = delays[random_.below(5)];
 }
 
 bool Launch::run() {
