@@ -1,4 +1,5 @@
 // Tensor cores and pairs of halves for NVIDIA GPUs. Part of hw_cuda.cuh.
+// Instructions of a whole warp are volatile: a compiler may not move them into a branch that only some lanes take.
 #pragma once
 
 namespace hw {
@@ -53,7 +54,7 @@ HW_DEVICE Vec<uint32_t, 2> ldmatrix_x2_trans(Shared<T> rows, int i) {
 // The 8x8 matrix of 16-bit items whose row g lane (g, t) holds columns 2t and 2t + 1 of, transposed.
 HW_DEVICE uint32_t transpose_8x8(uint32_t row) {
   uint32_t column;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(column) : "r"(row));
   return column;
 }
 
@@ -62,7 +63,8 @@ HW_DEVICE uint32_t fma2_fp16(uint32_t a, uint32_t b, uint32_t c) {
   return bit_cast<uint32_t>(__hfma2(bit_cast<__half2>(a), bit_cast<__half2>(b), bit_cast<__half2>(c)));
 }
 HW_DEVICE void mma_fp16(FragmentC &c, const FragmentA &a, const FragmentB &b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
       "%3};"
       : "+f"(c.r[0]), "+f"(c.r[1]), "+f"(c.r[2]), "+f"(c.r[3])
       : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
@@ -101,7 +103,8 @@ HW_DEVICE uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 
 HW_DEVICE void mma(FragmentC &c, const FragmentA &a, const FragmentB &b) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32." HW_MMA_TYPE "." HW_MMA_TYPE
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32." HW_MMA_TYPE "." HW_MMA_TYPE
       ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c.r[0]), "+f"(c.r[1]), "+f"(c.r[2]), "+f"(c.r[3])
       : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
