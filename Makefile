@@ -53,13 +53,15 @@ lint: $(STAMP)  ## ruff, mypy, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-peers: $(STAMP)  ## what make bench compares with: llama.cpp from source in .venv-peers, optimum-quanto (20 minutes)
+peers: $(STAMP)  ## what we compare with: llama.cpp from source and kvpress in .venv-peers, optimum-quanto (20 minutes)
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	@echo "peers 1/2: llama-cpp-python 0.3.36 in .venv-peers, compiled for AVX-512 (needs a C++ compiler)"
+	@echo "peers 1/3: llama-cpp-python 0.3.36 in .venv-peers, compiled for AVX-512 (needs a C++ compiler)"
 	@CMAKE_ARGS="$(PEERS_CMAKE_ARGS)" .venv-peers/bin/python -m pip install --disable-pip-version-check -q \
 	  llama-cpp-python==0.3.36
 	@.venv-peers/bin/python -c 'import llama_cpp; print("llama-cpp-python", llama_cpp.__version__, "loads")'
-	@echo "peers 2/2: optimum-quanto 0.2.7 in $(VENV), for transformers' QuantizedCache; compiles a small extension"
+	@echo "peers 2/3: kvpress 0.5.5 in .venv-peers, for python -m perf.evaluation.peers"
+	@.venv-peers/bin/python -m pip install --disable-pip-version-check -q torch==2.13.0 kvpress==0.5.5 hqq gguf psutil
+	@echo "peers 3/3: optimum-quanto 0.2.7 in $(VENV), for transformers' QuantizedCache; compiles a small extension"
 	@$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps optimum-quanto==0.2.7 ninja==1.13.2
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c 'from optimum.quanto.library.extensions.cpp import ext; ext.lib'
 
@@ -68,7 +70,7 @@ bench: $(ENGINE)/manifest.json  ## attention, decode and prefill beside other en
 	$(BIN)/python -m perf.bench
 	$(BIN)/python -m perf.many
 
-eval: $(ENGINE)/manifest.json  ## quality against bytes of every policy, about five minutes
+eval: $(ENGINE)/manifest.json  ## quality against bytes of every policy: hours, goes on where it was stopped
 	$(BIN)/python -m perf.evaluate
 
 gpu:  ## on an NVIDIA GPU: kernels and engine against their references, then timed; without one exit 2

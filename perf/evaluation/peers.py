@@ -28,6 +28,7 @@ from tqdm import tqdm
 from perf.evaluation.hold import PEER_FULL, Raw, Store, compare, first_tokens
 from perf.evaluation.tasks import Task
 from perf.peer_model import PeerModel, transformers_model
+from plugins.linear.cpu import has_fast_bf16
 from runtime import manifest as manifests
 from runtime.chat_format import ChatFormat, RenderedTurn
 from runtime.errors import CommitKVError, ConfigError
@@ -122,7 +123,9 @@ class PeerHolder:
         manifest = manifests.load(engine_dir, verify=False)
         self.tokenizer = load_tokenizer(engine_dir, manifest)
         self.chat = load_chat_format(engine_dir, manifest)
-        self.spec, dtype = manifest.model, manifest.limits.dtype
+        self.spec = manifest.model
+        # Where a CPU does not multiply bf16, torch takes minutes for a turn; fp32 holds the same weights exactly.
+        dtype = manifest.limits.dtype if has_fast_bf16() else "fp32"
         torch.set_num_threads(num_threads)
         self._model = transformers_model(PeerModel(engine_dir, self.spec, dtype, (), num_threads))
 
