@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -128,6 +129,23 @@ class PeerHolder:
         dtype = manifest.limits.dtype if has_fast_bf16() else "fp32"
         torch.set_num_threads(num_threads)
         self._model = transformers_model(PeerModel(engine_dir, self.spec, dtype, (), num_threads))
+        self._tokenizer_dir = tempfile.TemporaryDirectory()
+        self._save_tokenizer(engine_dir, manifest)
+
+    def _save_tokenizer(self, engine_dir: Path, manifest: manifests.Manifest) -> None:
+        """KVzip looks for the model's tokenizer where the model's configuration says that it came from."""
+        import transformers
+
+        library: Any = transformers  # whose tokenizers have no types
+        tokens = manifest.tokens
+        tokenizer = library.PreTrainedTokenizerFast(
+            tokenizer_file=str(engine_dir / manifests.TOKENIZER_FILE), bos_token=tokens.bos_token or None,
+            eos_token=tokens.eos_token or None,
+        )  # fmt: skip
+        if manifest.has_file(manifests.CHAT_TEMPLATE_FILE):
+            tokenizer.chat_template = (engine_dir / manifests.CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
+        tokenizer.save_pretrained(self._tokenizer_dir.name)
+        self._model.config.name_or_path = self._tokenizer_dir.name
 
     @torch.inference_mode()
     def hold(self, task: Task, peer: Peer) -> Raw:
