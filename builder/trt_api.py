@@ -85,8 +85,7 @@ PACKAGES: dict[TrtTarget, TrtPackage] = {
         major=11,
         sms=(80, 89, 90, 120),
         refusal="the kernels are compiled for no other; use --target trt-rtx for other RTX cards",
-        install="pip install '.[h100]' on the machine with the GPU (the libraries come from NVIDIA's package index), "
-        "or build in the image of the Dockerfile",
+        install="pip install '.[h100]' on the machine with the GPU (the libraries come from NVIDIA's package index)",
     ),
     "trt-rtx": TrtPackage(
         target="trt-rtx",
