@@ -9,6 +9,7 @@ from typing import Literal
 from runtime.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Role = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class Message:
+    """One message of a chat that a client sends whole."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True)
 class Request:
     """One turn.
 
@@ -53,6 +62,10 @@ class Request:
     protect: [start, end) character ranges of `text` whose tokens are never merged or evicted.
     policy: name of a registered policy; None: the engine's own. Fixed by a conversation's first turn.
     end_conversation: free the conversation when this turn is over.
+    messages: the whole chat so far, the newest user message last, instead of `text` and `system_prompt`; the engine
+        finds what of it it holds already.
+    tenant: whose conversation it is; ids of one tenant mean nothing to another.
+    priority: higher ones keep their cache longer and are admitted first; 0 is usual.
     """
 
     request_id: str
@@ -64,6 +77,9 @@ class Request:
     policy: str | None = None
     end_conversation: bool = False
     exclude_input_from_output: bool = True
+    messages: tuple[Message, ...] = ()
+    tenant: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,7 +102,11 @@ class KvStats:
 
 @dataclass(frozen=True)
 class TurnStats:
-    """Timestamps are nanoseconds of the monotonic clock; names follow TensorRT-LLM's perf metrics."""
+    """Timestamps are nanoseconds of the monotonic clock; names follow TensorRT-LLM's perf metrics.
+
+    recomputed_tokens: tokens of earlier turns that had to be computed again, and `recomputed_reason`: why, in words
+        for the client ("": none).
+    """
 
     arrival_ns: int = 0
     first_scheduled_ns: int = 0
@@ -99,6 +119,8 @@ class TurnStats:
     missed_blocks: int = 0
     alloc_new_blocks: int = 0
     alloc_total_blocks: int = 0
+    recomputed_tokens: int = 0
+    recomputed_reason: str = ""
     kv: KvStats = field(default_factory=KvStats)
 
 
