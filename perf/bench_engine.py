@@ -107,15 +107,17 @@ class BenchEngine:
             self.rest()
 
     def _num_tokens(self, name: str) -> int:
-        conversation = self._engine._by_id.get(name)
+        conversation = self._engine._table.find("", name)
         return 0 if conversation is None else len(conversation.tokens)
 
     def clone(self, source_name: str, name: str) -> None:
         """A second conversation with the same history, in memory of its own."""
         engine, manager = self._engine, self._engine._manager
-        source = engine._by_id[source_name]
-        twin = Conversation(engine._next_handle, name, source.policy, list(source.tokens), ended=source.ended)
-        engine._open(twin)
+        source = engine.conversation(source_name)
+        twin = Conversation(
+            engine._table.take_handle(), name, source.policy, tokens=list(source.tokens), ended=source.ended
+        )
+        engine._keeper.open(twin)
         before, after = manager[source.handle], manager[twin.handle]
         page_ids = manager._pages.take(len(before.pages))
         block_ids = manager._blocks[before.blocks.format].take(before.blocks.num_blocks)
@@ -127,7 +129,7 @@ class BenchEngine:
         after.num_tokens, after.committed_tokens = before.num_tokens, before.committed_tokens
         for start, end in before.protected_ranges():
             after.protect(start, end)
-        engine._scheduler.idle[twin.handle] = twin
+        engine._table.idle[twin.handle] = twin
         old, new = torch.tensor([p.page_id for p in before.pages]), torch.tensor(page_ids)
         for arena in (*self._storage.pages, *self._storage.seen):
             arena[new.long()] = arena[old.long()]
@@ -144,7 +146,7 @@ class BenchEngine:
     def begin_turns(self, names: list[str], message: str) -> tuple[list[str], int, float]:
         """A turn in each conversation, run to its first token. Returns request ids, prompt tokens, seconds."""
         ids = [self._submit(name, message, self.limits.max_seq_len) for name in names]
-        turns = [self._engine._by_id[name].turn for name in names]
+        turns = [self._engine.conversation(name).turn for name in names]
         begin = time.perf_counter()
         while any(turn is not None and not turn.first_token_ns for turn in turns):
             self.step()

@@ -1,7 +1,7 @@
 """`python -m perf.evaluate`: what each policy costs in quality, per byte it holds.
 
-Conversations of `perf.evaluation.tasks` are held under the full cache and under each policy, then asked about 30 things
-each. Results are kept after every conversation: the same command goes on where it was stopped.
+Conversations of `perf.evaluation.tasks` are held under the full cache and under each policy, then asked about 30 to 60
+things each. Results are kept after every conversation: the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--reference", type=Path, help="another engine of the same model, whose full cache everything is held "
         "against: the cost of --weight-dtype int8, say (default: --engine)")  # fmt: skip
-    add("--policies", default="all", help="names separated by commas (%(default)s)")
+    add("--policies", default="all", help="names separated by commas; all: each but those that another one chooses by the "
+        "conversation's task (%(default)s)")  # fmt: skip
     add("--budgets", default="", help="budget ratios, separated by commas: a point each for the policies that have a "
         "budget (default: each policy's own)")  # fmt: skip
     add("--set", action="append", default=[], metavar="FIELD=JSON", help="change a field of the policies but full, "
@@ -76,7 +77,9 @@ def chosen_policies(args: argparse.Namespace) -> list[Policy]:
     """Variants to measure besides `full`. Raises ConfigError or UnknownPolicyError."""
     names = args.policies.split(",")
     if args.policies == "all":
-        names = [policy.name for policy in policies_for(manifests.load(args.engine, verify=False).model)]
+        fitting = policies_for(manifests.load(args.engine, verify=False).model)
+        chosen_by_task = {special.name for policy in fitting for _, special in policy.by_task}
+        names = [policy.name for policy in fitting if policy.name not in chosen_by_task]
     budgets = numbers("--budgets", args.budgets) if args.budgets else []
     chosen: list[Policy] = []
     for policy in (get_policy(name) for name in names if name != FULL):

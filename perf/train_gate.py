@@ -100,7 +100,7 @@ class Tracer:
             system = None
             if self._engine.kv_stats("c").active + self._engine.kv_stats("c").staged > 0.8 * self._max_tokens:
                 break
-        handle = self._engine._by_id["c"].handle
+        handle = self._engine.conversation("c").handle
         trace = self._read(self._manager[handle], self._manager)
         self._engine.end_conversation("c")
         self._rest()

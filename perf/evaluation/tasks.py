@@ -17,9 +17,12 @@ from perf.evaluation import words
 
 CONVERSATIONS = Path(__file__).parent.parent / "conversations"
 FILLER_WORDS = (45, 85)
-# In SmolLM2's tokens: a turn's text without what is told, and all that is told; measured on six tasks of each length.
+# In SmolLM2's tokens: a turn's text without what is told, and all that is told at richness 1; measured on six tasks of
+# each length.
 TURN_TOKENS, TOLD_TOKENS = 120, 430
 MIN_TOKENS = 600
+# Longer conversations tell more and are asked more: up to `MAX_RICHNESS` times as much, in proportion to their length.
+RICH_TOKENS, MAX_RICHNESS = 1300, 2.0
 LAST_TOLD = 0.8  # nothing is told in the last fifth of the turns, so that all of it has been committed
 
 
@@ -83,8 +86,9 @@ class _Script:
         return (gold, *self.rng.sample([word for word in pool if word != gold], 3))
 
 
-def _facts(script: _Script, count: int = 6) -> None:
+def _facts(script: _Script, richness: float) -> None:
     """A manager and a door's colour per place; the four choices were all said of other places."""
+    count = round(6 * richness)
     places, names, colors = (script.rng.sample(pool, count) for pool in (words.PLACES, words.NAMES, words.COLORS))
     for place, name, color in zip(places, names, colors, strict=True):
         told = script.tell(f"The manager of the {place} is {name} and the door of the {place} is {color}.")
@@ -94,8 +98,9 @@ def _facts(script: _Script, count: int = 6) -> None:
         script.ask("attribute", text, opening, script.others(color, colors), told)
 
 
-def _updates(script: _Script, count: int = 3) -> None:
+def _updates(script: _Script, richness: float) -> None:
     """Towns that change once: the latest wins, the old one is among the choices."""
+    count = min(5, round(3 * richness))
     people = script.rng.sample(words.PEOPLE, count)
     cities = script.rng.sample(words.CITIES, 2 * count + 2)
     for i, person in enumerate(people):
@@ -109,19 +114,20 @@ def _updates(script: _Script, count: int = 3) -> None:
         )
 
 
-def _passkeys(script: _Script) -> None:
+def _passkeys(script: _Script, richness: float) -> None:
     """One to five code words for numbered vaults."""
     count = script.rng.randint(1, 5)
     keys = script.rng.sample(words.ANIMALS, max(4, count))
     ordinals = words.ORDINALS[:count]
     told = [script.tell(f"Remember this. The passkey of the {ordinals[i]} vault is {keys[i]}.") for i in range(count)]
-    for ordinal, key, turn in list(zip(ordinals, keys, told, strict=False))[:3]:
+    for ordinal, key, turn in list(zip(ordinals, keys, told, strict=False))[: round(3 * richness)]:
         text, opening = f"What is the passkey of the {ordinal} vault?", f"The passkey of the {ordinal} vault is"
         script.ask("passkey", text, opening, script.others(key, keys), turn)
 
 
-def _lookup(script: _Script, count: int = 12, asked: int = 3) -> None:
+def _lookup(script: _Script, richness: float) -> None:
     """A table of keys and values, told in one turn."""
+    count, asked = 12, round(3 * richness)
     keys, values = script.rng.sample(words.OBJECTS, count), script.rng.sample(words.MATERIALS, count)
     told = script.tell("Price list: " + ", ".join(f"{k} = {v}" for k, v in zip(keys, values, strict=True)) + ".")
     for i in script.rng.sample(range(count), asked):
@@ -129,8 +135,9 @@ def _lookup(script: _Script, count: int = 12, asked: int = 3) -> None:
         script.ask("lookup", text, f"{keys[i]} =", script.others(values[i], values), told)
 
 
-def _variables(script: _Script, count: int = 3) -> None:
+def _variables(script: _Script, richness: float) -> None:
     """Variables that hold a word, or another variable that holds it (two hops)."""
+    count = round(3 * richness)
     values = script.rng.sample(words.OBJECTS, count + 2)
     names = script.rng.sample(words.GREEK, 2 * count)
     for i in range(count):
@@ -144,8 +151,9 @@ def _variables(script: _Script, count: int = 3) -> None:
         script.ask("variable", text, opening, script.others(values[i], values), told)
 
 
-def _labels(script: _Script, count: int = 8, asked: int = 2) -> None:
+def _labels(script: _Script, richness: float) -> None:
     """Examples with labels that only the examples explain."""
+    count, asked = 8, round(2 * richness)
     items = script.rng.sample(words.NONSENSE, count)
     labels = [words.LABELS[i % 4] for i in range(count)]
     script.rng.shuffle(labels)
@@ -155,8 +163,9 @@ def _labels(script: _Script, count: int = 8, asked: int = 2) -> None:
         script.ask("label", text, f"{items[i]} is", script.others(labels[i], words.LABELS), told)
 
 
-def _copies(script: _Script, asked: int = 2) -> None:
+def _copies(script: _Script, richness: float) -> None:
     """Sentences of unconnected words, to be repeated word for word."""
+    asked = round(2 * richness)
     for i in range(asked):
         said = script.rng.sample(words.OBJECTS, 10)
         told = script.tell(f"Keep this line {words.ORDINALS[i]}: {' '.join(said)}.")
@@ -166,25 +175,27 @@ def _copies(script: _Script, asked: int = 2) -> None:
         script.ask("copy", text, " ".join(said[:at]), script.others(said[at], later), told)
 
 
-TELL: tuple[Callable[[_Script], None], ...] = (_facts, _updates, _passkeys, _lookup, _variables, _labels, _copies)
+TELL: tuple[Callable[[_Script, float], None], ...] = (_facts, _updates, _passkeys, _lookup, _variables, _labels, _copies)
 KINDS = ("fact", "attribute", "update", "passkey", "lookup", "variable", "label", "copy", "rule", "text")
 
 
 def make_task(seed: int, num_tokens: int) -> Task:
-    """A conversation of about `num_tokens` tokens (at least `MIN_TOKENS`) with about 30 questions of every kind."""
-    num_turns = max(5, (num_tokens - TOLD_TOKENS) // TURN_TOKENS)
+    """A conversation of about `num_tokens` tokens (at least `MIN_TOKENS`) with 30 to 60 questions of every kind."""
+    richness = min(MAX_RICHNESS, max(1.0, num_tokens / RICH_TOKENS))
+    num_turns = max(5, int(num_tokens - richness * TOLD_TOKENS) // TURN_TOKENS)
     script = _Script(seed, num_turns)
     sign = script.rng.sample(words.MATERIALS, 4)
     system = f"You are a helpful assistant of a small town. The sign-off word of this service is {sign[0]}."
     for tell in TELL:
-        tell(script)
+        tell(script, richness)
     script.ask("rule", "What is the sign-off word of this service?", "The sign-off word of this service is", sign, -1)
     filler = _filler_words()
+    quoted = {1 + round(i * (num_turns // 2 - 1) / (2 * richness - 1)) for i in range(round(2 * richness))}
     turns = []
     for i, told in enumerate(script.told):
         piece = _piece(filler, script.rng)
         turns.append(" ".join((*told, "Here is some text:", *piece)))
-        if i in (1, num_turns // 2):
+        if i in quoted:
             _ask_text(script, piece, i)
     return Task(seed, num_tokens, system, tuple(turns), tuple(script.questions))
 

@@ -20,7 +20,7 @@ def test_the_same_seed_gives_the_same_task(task: Task) -> None:
 
 def test_every_kind_is_asked(task: Task) -> None:
     assert {question.kind for question in task.questions} == set(KINDS)
-    assert 25 <= len(task.questions) <= 32
+    assert 25 <= len(task.questions) <= (32 if task.num_tokens < 1300 else 62)
 
 
 def test_the_answer_was_told_where_it_says(task: Task) -> None:
