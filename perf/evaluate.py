@@ -49,8 +49,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--reference", type=Path, help="another engine of the same model, whose full cache everything is held "
         "against: the cost of --weight-dtype int8, say (default: --engine)")  # fmt: skip
-    add("--policies", default="all", help="names separated by commas; all: each but those that another one chooses by the "
-        "conversation's task (%(default)s)")  # fmt: skip
+    add("--policies", default="all", help="names separated by commas; all: each but those that another one chooses by "
+        "the conversation's task (%(default)s)")  # fmt: skip
     add("--budgets", default="", help="budget ratios, separated by commas: a point each for the policies that have a "
         "budget (default: each policy's own)")  # fmt: skip
     add("--set", action="append", default=[], metavar="FIELD=JSON", help="change a field of the policies but full, "

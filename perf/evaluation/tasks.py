@@ -175,7 +175,15 @@ def _copies(script: _Script, richness: float) -> None:
         script.ask("copy", text, " ".join(said[:at]), script.others(said[at], later), told)
 
 
-TELL: tuple[Callable[[_Script, float], None], ...] = (_facts, _updates, _passkeys, _lookup, _variables, _labels, _copies)
+TELL: tuple[Callable[[_Script, float], None], ...] = (
+    _facts,
+    _updates,
+    _passkeys,
+    _lookup,
+    _variables,
+    _labels,
+    _copies,
+)
 KINDS = ("fact", "attribute", "update", "passkey", "lookup", "variable", "label", "copy", "rule", "text")
 
 
