@@ -54,6 +54,8 @@ def finish_event(conversation: Conversation, turn: Turn, kv: KvStats) -> FinishE
         missed_blocks=turn.new_pages,
         alloc_new_blocks=turn.new_pages,
         alloc_total_blocks=turn.reused_pages + turn.new_pages,
+        recomputed_tokens=turn.recomputed_tokens,
+        recomputed_reason=turn.recomputed_reason,
         kv=kv,
     )
     return FinishEvent(turn.request.request_id, turn.end_reason, turn.stops.matched, stats, turn.cumulative_logprob)

@@ -19,6 +19,7 @@ class Turn:
     prompt_end: index where its prompt ends; what follows was generated.
     ended_before: the conversation's `ended` before this turn.
     protect: [start, end) token ranges to protect.
+    recomputed_tokens: tokens of earlier turns that this one computed again, and `recomputed_reason`: why.
     """
 
     request: Request
@@ -38,6 +39,8 @@ class Turn:
     reused_tokens: int = 0
     reused_pages: int = 0
     new_pages: int = 0
+    recomputed_tokens: int = 0
+    recomputed_reason: str = ""
     cancelled: bool = False
     end_reason: FinishReason | None = None
 
@@ -61,11 +64,13 @@ class Conversation:
     """tokens: every logical token so far, compressed or not, so that a dropped cache can be recomputed.
 
     ended: whether the last answer closed with an end token.
+    tenant: whose it is; its id means something to clients of this tenant only.
     """
 
     handle: int
     conversation_id: str | None
     policy: Policy
+    tenant: str = ""
     tokens: list[int] = field(default_factory=list)
     turn: Turn | None = None
     ended: bool = True

@@ -19,9 +19,12 @@ from typing import TypeVar
 from runtime.answer import accept_token, finish_event
 from runtime.config import EngineLimits, ModelSpec, RuntimeConfig
 from runtime.conversation import Conversation
-from runtime.errors import OutOfMemoryError, UnknownConversationError
+from runtime.conversation_table import ConversationTable
+from runtime.errors import OutOfMemoryError
+from runtime.eviction import Evictor
 from runtime.figures import EngineStats, Figures
 from runtime.intake import Intake
+from runtime.keeper import Keeper
 from runtime.kv_manager import Freed, KvManager
 from runtime.maintenance import CommitWork, Maintenance, ProbeSettings, ProbeWork
 from runtime.observer import Observer
@@ -57,18 +60,16 @@ class Engine:
         self._observer = parts.observer
         self._eos = parts.spec.eos_token_ids
         self._max_seq_len = parts.limits.max_seq_len
-        self._config = parts.config
         self._clock_ns = clock_ns
         self._manager = manager
-        self._conversations: dict[int, Conversation] = {}  # by handle
-        self._by_id: dict[str, Conversation] = {}
-        self._by_request: dict[str, Conversation] = {}
-        self._scheduler = Scheduler(manager, parts.limits.max_batch_size, parts.config.tokens_per_step)
+        self._table = ConversationTable()
+        evictor = Evictor(manager, self._table)
+        self._scheduler = Scheduler(manager, evictor, parts.limits.max_batch_size, parts.config.tokens_per_step)
+        self._keeper = Keeper(self._table, manager, self._scheduler, parts.executor, parts.config, clock_ns)
         probe = ProbeSettings(parts.probe_prompt, parts.config.probe_tokens_per_step, parts.limits.max_seq_len)
-        self._maintenance = Maintenance(manager, self._conversations, probe, parts.config.watermark)
+        self._maintenance = Maintenance(manager, self._table.by_handle, probe, parts.config.watermark)
         self._figures = Figures()
         self._lock = threading.RLock()
-        self._next_handle = 0
         self._arrivals = threading.Event()  # set by submit and cancel: a running probe gives way
         self._idle = True
 
@@ -77,46 +78,46 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Queues a turn. Raises RequestError and its kin, with nothing changed, if it can never run."""
         with self._lock:
-            conversation = self._intake.find(request, self._by_id, self._by_request)
+            conversation = self._intake.find(request, self._table)
             self._intake.check_queue(len(self._scheduler.waiting))
             is_new = conversation is None
             if conversation is None:
-                conversation = self._intake.start(request, self._next_handle)
+                conversation = self._intake.start(request, self._table.take_handle())
             turn = self._intake.make_turn(request, conversation, self._clock_ns())
             if is_new:
-                self._open(conversation)
+                self._keeper.open(conversation)
             kv = self._manager[conversation.handle]
             turn.reused_tokens, turn.reused_pages = kv.num_tokens, len(kv.pages)
             for start, end in turn.protect:
                 kv.protect(start, end)
             conversation.turn = turn
-            self._by_request[request.request_id] = conversation
+            self._table.turn_began(conversation)
             self._scheduler.add(conversation)
             self._wake()
 
     def cancel(self, request_id: str) -> None:
         """Undoes a turn at the next step boundary; unknown or finished requests are ignored."""
         with self._lock:
-            conversation = self._by_request.get(request_id)
+            conversation = self._table.of_request(request_id)
             if conversation is not None and conversation.turn is not None:
                 conversation.turn.cancelled = True
                 self._wake()
 
-    def end_conversation(self, conversation_id: str) -> None:
+    def end_conversation(self, conversation_id: str, tenant: str = "") -> None:
         """Frees a conversation, after its turn if one is running. Raises UnknownConversationError."""
         with self._lock:
-            conversation = self._by_id.get(conversation_id)
-            if conversation is None:
-                raise UnknownConversationError(
-                    f"conversation_id: got {conversation_id!r}, expected one of the {len(self._by_id)} conversations "
-                    f"held; it may have ended already"
-                )
-            self._retire(conversation)
+            self._keeper.retire(self._table.known(tenant, conversation_id))
+            self._wake()
+
+    def conversation(self, conversation_id: str, tenant: str = "") -> Conversation:
+        """The conversation itself, to be looked at between two steps. Raises UnknownConversationError."""
+        with self._lock:
+            return self._table.known(tenant, conversation_id)
 
     def abort(self, error: Exception) -> list[Event]:
         """Fails every turn after the executor broke; conversations go on from their last good turn."""
         with self._lock:
-            turns = [c for c in self._conversations.values() if c.turn is not None]
+            turns = [c for c in self._table if c.turn is not None]
             return [event for conversation in turns for event in self._fail(conversation, error)]
 
     def wait_for_work(self, timeout_s: float) -> None:
@@ -127,17 +128,14 @@ class Engine:
         self._idle = False
         self._arrivals.set()
 
-    def kv_stats(self, conversation_id: str) -> KvStats:
+    def kv_stats(self, conversation_id: str, tenant: str = "") -> KvStats:
         """Memory of one conversation. Raises UnknownConversationError."""
         with self._lock:
-            conversation = self._by_id.get(conversation_id)
-            if conversation is None:
-                raise UnknownConversationError(f"conversation_id: got {conversation_id!r}, which is not held")
-            return self._manager.stats(conversation.handle)
+            return self._manager.stats(self._table.known(tenant, conversation_id).handle)
 
     def stats(self) -> EngineStats:
         with self._lock:
-            kv = [self._manager.stats(handle) for handle in self._conversations]
+            kv = [self._manager.stats(handle) for handle in self._table.by_handle]
             return self._figures.snapshot(
                 kv, len(self._scheduler.running), len(self._scheduler.waiting), idle=self._idle
             )
@@ -145,7 +143,7 @@ class Engine:
     def has_turns(self) -> bool:
         """Whether a turn waits or runs."""
         with self._lock:
-            return bool(self._by_request)
+            return self._table.has_turns
 
     # The engine's thread
 
@@ -154,7 +152,7 @@ class Engine:
 
         `read` gets the plan of those rows. For evaluation: only while no turn runs, from the engine's thread.
         """
-        conversation = self._by_id[conversation_id]
+        conversation = self._table.known("", conversation_id)
         assert conversation.turn is None
         kv = self._manager[conversation.handle]
         token_ids = tuple(conversation.tokens[kv.num_tokens :]) + self._intake.preview(conversation, user_text, answer)
@@ -172,7 +170,7 @@ class Engine:
             return read(plan)
         finally:
             self._manager.cancel_rows(reservation)
-            self._release(Freed(reservation.new_page_ids))
+            self._keeper.release(Freed(reservation.new_page_ids))
 
     def step(self) -> tuple[list[Event], bool]:
         """One unit of work. Returns what happened, and whether anything was done (False: nothing to do)."""
@@ -181,7 +179,7 @@ class Engine:
             self._arrivals.clear()
             ended = self._reap()
             work = None if ended else self._plan()
-            self._release_dropped()
+            self._keeper.release_dropped()
             self._idle = work is None and not ended
         self._figures.manager_ns += self._clock_ns() - started
         match work:
@@ -212,7 +210,7 @@ class Engine:
             self._scheduler.settle(work)
             events = self._accept(work, result, ran)
             self._maintenance.step_done()
-            self._release_dropped()
+            self._keeper.release_dropped()
         self._figures.count_step(work.plan.num_tokens, len(result.tokens))
         self._figures.manager_ns += self._clock_ns() - ran
         return events
@@ -239,22 +237,8 @@ class Engine:
         if self._observer is not None:
             self._observer.turn_ended(conversation)
         event = finish_event(conversation, turn, self._manager.stats(conversation.handle))
-        goes_on = (
-            conversation.conversation_id is not None
-            and not turn.request.end_conversation
-            and not conversation.end_requested
-        )
-        self._close_turn(conversation, keep_cache=goes_on)
-        if not goes_on:
-            self._remove(conversation)
+        self._keeper.close_turn(conversation)
         return [event]
-
-    def _close_turn(self, conversation: Conversation, *, keep_cache: bool) -> None:
-        assert conversation.turn is not None
-        self._by_request.pop(conversation.turn.request.request_id)
-        conversation.turn = None
-        conversation.last_used_ns = self._clock_ns()
-        self._scheduler.finish(conversation, keep_cache=keep_cache)
 
     def _run_probe(self, work: ProbeWork) -> None:
         started = self._clock_ns()
@@ -264,7 +248,7 @@ class Engine:
         finally:
             with self._lock:
                 self._maintenance.settle_probe(work, done)
-                self._release(Freed(work.reservation.new_page_ids))
+                self._keeper.release(Freed(work.reservation.new_page_ids))
         self._figures.count_probe(self._clock_ns() - started, done)
 
     def _run_commit(self, work: CommitWork) -> None:
@@ -275,9 +259,9 @@ class Engine:
                 reservation = self._manager.reserve_publish(work.plan, line)
         except OutOfMemoryError:
             with self._lock:
-                if not self._scheduler.drop_oldest_idle():
+                if not self._scheduler.evictor.drop_idle():
                     self._maintenance.commit_failed()
-                self._release_dropped()
+                self._keeper.release_dropped()
             return
         try:
             result = self._executor.publish(reservation.plan)
@@ -286,7 +270,7 @@ class Engine:
                 self._manager.cancel_commit(reservation)
             raise
         with self._lock:
-            self._release(self._manager.settle_commit(reservation))
+            self._keeper.release(self._manager.settle_commit(reservation))
             if self._observer is not None:
                 self._observer.committed(work.plan.handle, result)
         self._figures.count_commit(self._clock_ns() - started, result)
@@ -299,7 +283,7 @@ class Engine:
                 return self._fail(starved.victim, starved.error)
             if commit is None:
                 self._scheduler.preempt(starved.victim)
-                self._release_dropped()
+                self._keeper.release_dropped()
         if commit is not None:
             self._run_commit(commit)
         return []
@@ -307,7 +291,7 @@ class Engine:
     def _fail(self, conversation: Conversation, error: Exception) -> list[Event]:
         turn = conversation.turn
         assert turn is not None
-        self._undo_turn(conversation)
+        self._keeper.undo_turn(conversation)
         return [ErrorEvent(turn.request.request_id, error)]
 
     # Endings
@@ -315,75 +299,15 @@ class Engine:
     def _reap(self) -> list[Event]:
         """Cancelled turns and ended conversations, at a step boundary."""
         events: list[Event] = []
-        for conversation in list(self._conversations.values()):
+        for conversation in list(self._table):
             turn = conversation.turn
             if turn is not None and turn.cancelled:
                 turn.end_reason = "cancelled"
                 events.append(finish_event(conversation, turn, self._manager.stats(conversation.handle)))
-                self._undo_turn(conversation)
+                self._keeper.undo_turn(conversation)
             elif turn is None and conversation.end_requested:
-                self._remove(conversation)
+                self._keeper.remove(conversation)
         return events
-
-    def _undo_turn(self, conversation: Conversation) -> None:
-        """As if the turn had never come: its tokens go, and all of a conversation that began with it."""
-        turn = conversation.turn
-        assert turn is not None
-        first = turn.first_token
-        goes_on = first > 0 and not conversation.end_requested
-        self._close_turn(conversation, keep_cache=goes_on)
-        if not goes_on:
-            self._remove(conversation)
-            return
-        del conversation.tokens[first:]
-        self._manager[conversation.handle].unprotect_from(first)
-        freed = self._manager.truncate(conversation.handle, first)
-        if freed is None:
-            self._scheduler.drop_cache(conversation)
-            self._release_dropped()
-        else:
-            self._release(freed)
-        conversation.ended = turn.ended_before
-
-    def _open(self, conversation: Conversation) -> None:
-        if len(self._conversations) >= self._config.max_conversations:
-            self._end_oldest_idle()
-        self._next_handle += 1
-        self._manager.open(conversation.handle, conversation.policy)
-        self._conversations[conversation.handle] = conversation
-        if conversation.conversation_id is not None:
-            self._by_id[conversation.conversation_id] = conversation
-
-    def _end_oldest_idle(self) -> None:
-        oldest = next(iter(self._scheduler.idle.values()), None)
-        if oldest is None:
-            raise OutOfMemoryError(
-                f"conversations: all {self._config.max_conversations} places are taken by running turns; "
-                f"try again later or raise max_conversations"
-            )
-        self._retire(oldest)
-
-    def _retire(self, conversation: Conversation) -> None:
-        """From now on unknown to clients; freed at a step boundary, since a probe may be reading it."""
-        assert conversation.conversation_id is not None
-        self._by_id.pop(conversation.conversation_id, None)
-        self._scheduler.idle.pop(conversation.handle, None)
-        conversation.end_requested = True
-        self._wake()
-
-    def _remove(self, conversation: Conversation) -> None:
-        self._scheduler.idle.pop(conversation.handle, None)
-        self._conversations.pop(conversation.handle)
-        if conversation.conversation_id is not None and not conversation.end_requested:
-            self._by_id.pop(conversation.conversation_id)
-        self._release(self._manager.release(conversation.handle))
-
-    def _release(self, freed: Freed) -> None:
-        self._executor.release(freed.page_ids, freed.blocks)
-
-    def _release_dropped(self) -> None:
-        while self._scheduler.dropped:
-            self._release(self._scheduler.dropped.pop())
 
 
 def _never() -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runtime.chat_format import ChatFormat
 from runtime.conversation import Conversation, Turn
+from runtime.conversation_table import ConversationTable
 from runtime.detokenizer import StopMatcher, Tokenizer
 from runtime.errors import ConversationBusyError, OutOfMemoryError, PromptTooLongError, RequestError
 from runtime.policy.base import Policy
@@ -40,11 +40,9 @@ class Intake:
         self._max_waiting = max_waiting
         self._max_chars = max_seq_len * tokenizer.max_token_chars
 
-    def find(
-        self, request: Request, by_id: Mapping[str, Conversation], by_request: Mapping[str, Conversation]
-    ) -> Conversation | None:
+    def find(self, request: Request, table: ConversationTable) -> Conversation | None:
         """The conversation a request goes on with, None for a new one. Raises for a turn that cannot be taken."""
-        if request.request_id in by_request:
+        if table.of_request(request.request_id) is not None:
             raise RequestError(
                 f"request_id: got {request.request_id!r}, which is still running; use an id of its own per request"
             )
@@ -52,7 +50,7 @@ class Intake:
             raise RequestError("text_input: got an empty text, expected at least one character; send some text")
         if request.conversation_id is None:
             return None
-        conversation = by_id.get(request.conversation_id)
+        conversation = table.find(request.tenant, request.conversation_id)
         if conversation is None:
             return None
         if conversation.turn is not None:
@@ -77,7 +75,7 @@ class Intake:
 
     def start(self, request: Request, handle: int) -> Conversation:
         """A new conversation for `request`. Raises UnknownPolicyError."""
-        return Conversation(handle, request.conversation_id, self._policy(request))
+        return Conversation(handle, request.conversation_id, self._policy(request), request.tenant)
 
     def make_turn(self, request: Request, conversation: Conversation, arrival_ns: int) -> Turn:
         """Adds the turn's prompt to the conversation. Raises PromptTooLongError or RequestError, adding nothing."""

@@ -44,16 +44,16 @@ class EngineLoop:
         """Undoes a turn; its FinishEvent says 'cancelled'."""
         self._engine.cancel(request_id)
 
-    def end_conversation(self, conversation_id: str) -> None:
-        """Frees a conversation. Raises UnknownConversationError."""
-        self._engine.end_conversation(conversation_id)
+    def end_conversation(self, conversation_id: str, tenant: str = "") -> None:
+        """Frees a conversation of `tenant`. Raises UnknownConversationError."""
+        self._engine.end_conversation(conversation_id, tenant)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
 
-    def kv_stats(self, conversation_id: str) -> KvStats:
-        """Memory of one conversation. Raises UnknownConversationError."""
-        return self._engine.kv_stats(conversation_id)
+    def kv_stats(self, conversation_id: str, tenant: str = "") -> KvStats:
+        """Memory of one conversation of `tenant`. Raises UnknownConversationError."""
+        return self._engine.kv_stats(conversation_id, tenant)
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no turn, probe or commit is left to do; False if time ran out."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from runtime.conversation import Conversation
 from runtime.errors import OutOfMemoryError
-from runtime.kv_manager import Freed, KvManager, RowReservation
+from runtime.eviction import Evictor
+from runtime.kv_manager import KvManager, RowReservation
 from runtime.policy.recording import recording_of
 from runtime.step import SampleSpec, SequencePlan, StepPlan
 
@@ -36,30 +37,26 @@ class Starved:
 
 
 class Scheduler:
-    """Waiting and running turns. Conversations of other kinds are seen only through `idle`."""
+    """Waiting and running turns. Other conversations are known to the evictor only."""
 
-    def __init__(self, manager: KvManager, max_batch_size: int, tokens_per_step: int) -> None:
+    def __init__(self, manager: KvManager, evictor: Evictor, max_batch_size: int, tokens_per_step: int) -> None:
         self._manager = manager
+        self.evictor = evictor
         self._max_batch_size = max_batch_size
         self._tokens_per_step = tokens_per_step
         self.waiting: deque[Conversation] = deque()
         self.running: list[Conversation] = []
-        self.idle: dict[int, Conversation] = {}  # holds a cache and runs no turn; oldest first
-        self.dropped: list[Freed] = []  # caches given up while planning, to be released by the engine
 
     def add(self, conversation: Conversation) -> None:
         """A turn arrived."""
-        self.idle.pop(conversation.handle, None)
         self.waiting.append(conversation)
 
-    def finish(self, conversation: Conversation, *, keep_cache: bool) -> None:
-        """A turn is over; a conversation that goes on is the newest idle one."""
+    def finish(self, conversation: Conversation) -> None:
+        """A turn is over."""
         if conversation in self.running:
             self.running.remove(conversation)
         elif conversation in self.waiting:
             self.waiting.remove(conversation)
-        if keep_cache:
-            self.idle[conversation.handle] = conversation
 
     def plan(self, now_ns: int) -> StepWork | Starved | None:
         """The next step; Starved when turns are there but none could get pages; None when there is none."""
@@ -91,20 +88,8 @@ class Scheduler:
     def preempt(self, conversation: Conversation) -> None:
         """Gives up the cache of a running turn; it starts over from its tokens when there is room."""
         self.running.remove(conversation)
-        self.drop_cache(conversation)
+        self.evictor.drop(conversation)
         self.waiting.appendleft(conversation)
-
-    def drop_cache(self, conversation: Conversation) -> None:
-        """Empties a conversation's cache. Its text stays."""
-        self.dropped.append(self._manager.reset(conversation.handle))
-
-    def drop_oldest_idle(self) -> bool:
-        """Takes the cache of the conversation that was idle longest; False if none has any."""
-        for handle in self.idle:
-            if self._manager[handle].pages or self._manager[handle].blocks.num_blocks:
-                self.drop_cache(self.idle[handle])
-                return True
-        return False
 
     def settle(self, work: StepWork) -> None:
         """The step ran; every reservation becomes part of its cache."""
@@ -135,7 +120,7 @@ class Scheduler:
         item = manager.page_layout.page_bytes
         needed = -(-self._num_pending(conversation) // manager.page_tokens) * item
         while not manager.budget.fits(needed):
-            if not self.drop_oldest_idle():
+            if not self.evictor.drop_idle():
                 return False
         return True
 
@@ -144,7 +129,7 @@ class Scheduler:
             try:
                 return self._manager.reserve_rows(conversation.handle, num_tokens)
             except OutOfMemoryError:
-                if not self.drop_oldest_idle():
+                if not self.evictor.drop_idle():
                     raise
 
     def _sequence(self, conversation: Conversation, reservation: RowReservation, now_ns: int) -> SequencePlan:

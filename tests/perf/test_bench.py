@@ -96,7 +96,7 @@ def test_a_copy_answers_as_its_original_and_undoing_leaves_no_trace(tiny_engine_
     ids, _, _ = engine.begin_turns(["a", "b"], "Say something.")
     for _ in range(6):
         engine.step()
-    first, second = (engine._engine._by_id[name] for name in ("a", "b"))
+    first, second = (engine._engine.conversation(name) for name in ("a", "b"))
     assert first.num_generated == 7 and first.generated == second.generated
     engine.undo(ids)
     assert engine.kv("a").kv_bytes == engine.kv("b").kv_bytes == held.kv_bytes
@@ -117,7 +117,7 @@ def test_transformers_peer_has_the_engines_weights_and_takes_steps_back(tiny_eng
     assert torch.equal(decoder.get_input_embeddings().weight, ours._decoder._weights.tables[EMBEDDING])
     engine.grow("a", "full", 100)
     plan_logits = engine._engine.peek("a", "Hello", "", ours.logits)
-    conversation = engine._engine._by_id["a"]
+    conversation = engine._engine.conversation("a")
     whole = (*conversation.tokens, *engine._engine._intake.preview(conversation, "Hello", ""))
     with torch.inference_mode():
         expected = decoder(torch.tensor([whole]), logits_to_keep=1).logits[0, -1]

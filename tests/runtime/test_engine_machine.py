@@ -55,7 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         except CommitKVError as error:
             assert len(str(error)) > 20
         else:
-            self.open[request.request_id] = self.engine._by_request[request.request_id]
+            self.open[request.request_id] = self.engine._table.of_request(request.request_id)
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:

@@ -107,7 +107,7 @@ def turn_of(engine: Engine, text: str) -> list[int]:
     busy = True
     while busy:
         _, busy = engine.step()
-    return list(engine._by_id["c"].tokens)
+    return list(engine.conversation("c").tokens)
 
 
 def test_commitkv_gives_the_engines_bytes_and_choices(
@@ -123,7 +123,7 @@ def test_commitkv_gives_the_engines_bytes_and_choices(
         cache.commit()
         theirs, ours = engine.kv_stats("c"), cache.stats()
         assert ours == theirs and ours.evicted > 0
-        mine, engines = cache._manager[0], engine._manager[engine._by_id["c"].handle]
+        mine, engines = cache._manager[0], engine._manager[engine.conversation("c").handle]
         assert mine.protected_ranges() == engines.protected_ranges()
         assert (mine.blocks.lens, mine.blocks.starts) == (engines.blocks.lens, engines.blocks.starts)
         # The entries kept are the same ones: their scores agree, block by block.

@@ -81,7 +81,7 @@ def test_commitkv_is_the_engines_and_gives_memory_back(reference: Any, tokenizer
         busy = True
         while busy:
             _, busy = engine.step()
-        tokens = list(engine._by_id["c"].tokens)
+        tokens = list(engine.conversation("c").tokens)
         before, cached = resident_bytes(), cache.get_seq_length()
         with torch.no_grad():
             logits = reference(torch.tensor([tokens[cached:-1]]), cache=cache).logits[0]

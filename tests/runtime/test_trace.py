@@ -80,7 +80,7 @@ def test_turns_hold_their_tokens_and_positions_are_whole(
     path = tmp_path / "trace.jsonl"
     engine = load(tiny_engine_dir, path)
     hold(engine, use("commitkv", monkeypatch))
-    conversation = engine._by_id["c"]
+    conversation = engine.conversation("c")
     records = read(path)
     turns = [record for record in records if record["type"] == "turn"]
     assert [record["turn"] for record in turns] == list(range(1, NUM_TURNS + 1))
