@@ -26,6 +26,7 @@ from runtime.figures import EngineStats, Figures
 from runtime.intake import Intake
 from runtime.keeper import Keeper
 from runtime.kv_manager import Freed, KvManager
+from runtime.kv_totals import kv_totals
 from runtime.maintenance import CommitWork, Maintenance, ProbeSettings, ProbeWork
 from runtime.observer import Observer
 from runtime.request import ErrorEvent, Event, KvStats, Request
@@ -136,9 +137,13 @@ class Engine:
     def stats(self) -> EngineStats:
         with self._lock:
             kv = [self._manager.stats(handle) for handle in self._table.by_handle]
-            return self._figures.snapshot(
-                kv, len(self._scheduler.running), len(self._scheduler.waiting), idle=self._idle
-            )
+            totals = kv_totals(self._manager, self._table.by_handle)
+            return self._figures.snapshot(kv, self._scheduler.load(idle=self._idle), totals)
+
+    def clear_figures(self) -> None:
+        """Counts from here on only: what was done for warm-up is nobody's work."""
+        with self._lock:
+            self._figures.clear()
 
     def has_turns(self) -> bool:
         """Whether a turn waits or runs."""

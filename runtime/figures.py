@@ -2,16 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
+from runtime.kv_totals import KvTotals
 from runtime.request import KvStats
 from runtime.step import PublishResult
+
+# Why a conversation lost its cache, or was ended, without its client asking for it.
+# memory: pages were needed elsewhere; preempted: a running turn gave way; rollback: a turn was undone past what can be
+# restored; count, bytes, idle: a limit on conversations.
+EvictionReason = Literal["memory", "preempted", "rollback", "count", "bytes", "idle"]
+EVICTION_REASONS: tuple[EvictionReason, ...] = get_args(EvictionReason)
+
+# written / failed: a checkpoint went out or could not. restored: a conversation came back from one. damaged / refused:
+# one could not be read, or belongs to another engine. skipped: the writer was behind. deleted: no longer needed.
+CheckpointOutcome = Literal["written", "failed", "restored", "damaged", "refused", "skipped", "deleted"]
+CHECKPOINT_OUTCOMES: tuple[CheckpointOutcome, ...] = get_args(CheckpointOutcome)
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Turns at this moment.
+
+    context: running turns that still read their prompt; `context_tokens` is what they have left to read.
+    max_running: places in the batch.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    context: int = 0
+    context_tokens: int = 0
+    max_running: int = 0
+    idle: bool = True
 
 
 @dataclass(frozen=True)
 class EngineStats:
-    """A snapshot since start.
+    """A snapshot since start; warm-up is not counted.
 
     manager_time_ratio: (planning + settling + commits) / (those + the executor's time on rows); probes run in
     spare time and are counted apart.
@@ -22,6 +52,9 @@ class EngineStats:
     conversations: int
     running: int
     waiting: int
+    context: int
+    context_tokens: int
+    max_running: int
     idle: bool
     steps: int
     tokens: int
@@ -36,11 +69,13 @@ class EngineStats:
     commit_time_ms: float
     probe_time_ms: float
     manager_time_ratio: float
+    evictions: Mapping[str, int]
+    kv: KvTotals
 
 
 @dataclass
 class Figures:
-    """Running sums; written by the engine's thread only."""
+    """Running sums; written by the engine's thread only, or with its lock held."""
 
     manager_ns: int = 0
     execute_ns: int = 0
@@ -54,6 +89,11 @@ class Figures:
     probes_interrupted: int = 0
     absorbed: int = 0
     dropped: int = 0
+    evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EVICTION_REASONS, 0))
+
+    def clear(self) -> None:
+        """Starts again at zero, after warm-up."""
+        vars(self).update(vars(Figures()))
 
     def count_step(self, num_tokens: int, num_generated: int) -> None:
         self.steps += 1
@@ -71,16 +111,23 @@ class Figures:
         self.absorbed += result.absorbed
         self.dropped += result.dropped
 
-    def snapshot(self, kv: Sequence[KvStats], running: int, waiting: int, *, idle: bool) -> EngineStats:
+    def count_eviction(self, reason: EvictionReason) -> None:
+        """A conversation lost its cache, or was ended, without its client asking for it."""
+        self.evictions[reason] += 1
+
+    def snapshot(self, kv: Sequence[KvStats], load: EngineLoad, totals: KvTotals) -> EngineStats:
         managing = self.manager_ns + self.commit_ns
         busy = managing + self.execute_ns
         return EngineStats(
             total_kv_bytes=sum(k.kv_bytes for k in kv),
             full_kv_bytes=sum(k.kv_full_bytes for k in kv),
             conversations=len(kv),
-            running=running,
-            waiting=waiting,
-            idle=idle,
+            running=load.running,
+            waiting=load.waiting,
+            context=load.context,
+            context_tokens=load.context_tokens,
+            max_running=load.max_running,
+            idle=load.idle,
             steps=self.steps,
             tokens=self.tokens,
             generated_tokens=self.generated,
@@ -94,4 +141,35 @@ class Figures:
             commit_time_ms=self.commit_ns / 1e6,
             probe_time_ms=self.probe_ns / 1e6,
             manager_time_ratio=managing / busy if busy else 0.0,
+            evictions=dict(self.evictions),
+            kv=totals,
         )
+
+
+@dataclass(frozen=True)
+class CheckpointStats:
+    """outcomes: checkpoints by what became of them.   written_bytes, restored_bytes: as stored."""
+
+    outcomes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKPOINT_OUTCOMES, 0))
+    written_bytes: int = 0
+    restored_bytes: int = 0
+
+
+class CheckpointFigures:
+    """Counts of checkpoints. Any thread may count: the writer has its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._outcomes: dict[str, int] = dict.fromkeys(CHECKPOINT_OUTCOMES, 0)
+        self._bytes = {"written": 0, "restored": 0}
+
+    def count(self, outcome: CheckpointOutcome, num_bytes: int = 0) -> None:
+        """num_bytes: size of a checkpoint that was written or restored."""
+        with self._lock:
+            self._outcomes[outcome] += 1
+            if outcome in self._bytes:
+                self._bytes[outcome] += num_bytes
+
+    def snapshot(self) -> CheckpointStats:
+        with self._lock:
+            return CheckpointStats(dict(self._outcomes), self._bytes["written"], self._bytes["restored"])

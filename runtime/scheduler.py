@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from runtime.conversation import Conversation
 from runtime.errors import OutOfMemoryError
 from runtime.eviction import Evictor
+from runtime.figures import EngineLoad
 from runtime.kv_manager import KvManager, RowReservation
 from runtime.policy.recording import recording_of
 from runtime.step import SampleSpec, SequencePlan, StepPlan
@@ -57,6 +58,18 @@ class Scheduler:
             self.running.remove(conversation)
         elif conversation in self.waiting:
             self.waiting.remove(conversation)
+
+    def load(self, *, idle: bool) -> EngineLoad:
+        """Turns at this moment, for the figures."""
+        unread = [n for n in map(self._num_pending, self.running) if n > 1]
+        return EngineLoad(
+            running=len(self.running),
+            waiting=len(self.waiting),
+            context=len(unread),
+            context_tokens=sum(unread),
+            max_running=self._max_batch_size,
+            idle=idle,
+        )
 
     def plan(self, now_ns: int) -> StepWork | Starved | None:
         """The next step; Starved when turns are there but none could get pages; None when there is none."""
