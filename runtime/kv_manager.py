@@ -7,6 +7,7 @@ must be cancelled. Commits are planned and settled here too; their arithmetic is
 from __future__ import annotations
 
 from array import array
+from collections.abc import Set
 from dataclasses import dataclass
 
 from plugins.layout import QUANTIZED, BlockLayout, PageLayout
@@ -136,6 +137,12 @@ class KvManager:
                 f"policy {policy.name}: adds attention weights up, expected one that compares them, which is all that "
                 f"this engine's attention records; choose another policy, or run it on an engine for torch"
             )
+        if policy.compresses and policy.signals.need_device and self._only_format is not None:
+            raise UnsupportedPolicyError(
+                f"policy {policy.name}: its signals read attention or hidden states of every step, expected none or "
+                f"signals.boundary alone, since a TensorRT engine reports neither; set the weights of "
+                f"signals.attention, entropy and jump to 0, or run it on an engine for torch"
+            )
         kv = ConversationKv(policy, block_format, self.spec.num_kv_rows, self.page_tokens)
         kv.protect(0, policy.protection.sink_tokens)
         self._conversations[handle] = kv
@@ -237,10 +244,11 @@ class KvManager:
 
     # Lifecycle
 
-    def stage(self, handle: int, event: Event) -> int:
+    def stage(self, handle: int, event: Event, only: Set[int] | None = None) -> int:
         """Freezes pages older than the recent window; returns the number of tokens staged.
 
         The tail page, compacted pages and wholly protected ones stay. Nothing happens below `min_tokens`.
+        only: positions of first tokens of the pages that may be staged; None: all.
         """
         kv = self._conversations[handle]
         schedule = kv.policy.schedule
@@ -250,6 +258,8 @@ class KvManager:
         num_staged = 0
         for page in kv.pages[:-1]:
             if page.state is not State.ACTIVE or page.compacted or page.positions[-1] >= oldest_recent:
+                continue
+            if only is not None and page.positions[0] not in only:
                 continue
             loose = kv.loose_positions(page)
             if not loose:

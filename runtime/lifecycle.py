@@ -1,7 +1,8 @@
 """The life of a token: one table of legal transitions, and a ledger that counts tokens by state.
 
-    active --(turn ended | watermark)--> staged --(kept)--> committed <--(fell | rose)--> evictable --(repacked)--> gone
-                                          staged --(below the line)--> gone
+    active --(turn ended | cooled | watermark)--> staged
+    staged --(kept)--> committed <--(fell | rose)--> evictable --(repacked)--> gone
+    staged --(below the line)--> gone
 
 Protected tokens stay active; protected entries never move past committed.
 """
@@ -21,6 +22,7 @@ class State(Enum):
 
 class Event(Enum):
     TURN_ENDED = "turn ended"
+    COOLED = "cooled while its turn runs"
     WATERMARK = "watermark"
     KEPT = "kept at commit"
     BELOW = "below the line at commit"
@@ -36,6 +38,7 @@ class IllegalTransitionError(RuntimeError):
 
 _TABLE: dict[tuple[State, Event], State] = {
     (State.ACTIVE, Event.TURN_ENDED): State.STAGED,
+    (State.ACTIVE, Event.COOLED): State.STAGED,
     (State.ACTIVE, Event.WATERMARK): State.STAGED,
     (State.STAGED, Event.KEPT): State.COMMITTED,
     (State.STAGED, Event.BELOW): State.GONE,
@@ -48,6 +51,7 @@ _TABLE: dict[tuple[State, Event], State] = {
 # Where the table sends a protected token, if not where it sends the others.
 _PROTECTED: dict[tuple[State, Event], State] = {
     (State.ACTIVE, Event.TURN_ENDED): State.ACTIVE,
+    (State.ACTIVE, Event.COOLED): State.ACTIVE,
     (State.ACTIVE, Event.WATERMARK): State.ACTIVE,
     (State.COMMITTED, Event.FELL): State.COMMITTED,
 }

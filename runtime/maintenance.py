@@ -1,21 +1,23 @@
 """Decides when spans are probed and committed.
 
 Urgent work runs before the next step: a crossed watermark, the review every N steps, and commits at turn end of
-policies that need no probe. Idle work runs when no turn can: probes first, then the commit they were for. A review
+policies that need no probe. Tokens of a running turn are staged at the watermark, and where the policy has signals,
+once they have cooled. Idle work runs when no turn can: probes first, then the commit they were for. A review
 that finds much staged does the same a piece at a time, between steps. Where that falls behind, and at the watermark,
 spans are committed by `seen` alone; they stay marked, and a later probe still raises the scores of what was kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from runtime.conversation import Conversation
+from runtime.cooling import Cooling
 from runtime.errors import OutOfMemoryError
 from runtime.kv_manager import KvManager, RowReservation
 from runtime.lifecycle import Event
-from runtime.step import LinePlan, ProbePlan
+from runtime.step import LinePlan, ProbePlan, SignalResult
 
 # Tokens before a probed piece that are re-read with it, so that its first tokens have a context to be found by.
 LEAD_TOKENS = 8
@@ -41,11 +43,15 @@ class CommitWork:
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """prompt: tokens that ask the model to repeat the text.   max_tokens: of a span per probe."""
+    """prompt: tokens that ask the model to repeat the text.   max_tokens: of a span per probe.
+
+    boundaries: ids of the tokens that separate messages, for `runtime.policy.signals`.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
     max_seq_len: int
+    boundaries: frozenset[int] = frozenset()
 
 
 class Maintenance:
@@ -58,13 +64,18 @@ class Maintenance:
         self._conversations = conversations
         self._probe = probe
         self._watermark = watermark
+        self._cooling = Cooling(manager, conversations, probe.boundaries)
         self._num_steps = 0
         self._reviewed_step = 0  # at most one piece of work per review
         self._blocked_at_bytes: int | None = None
 
-    def step_done(self) -> None:
-        """Counts engine steps for the review every N of them."""
+    def step_done(self, ran: Iterable[Conversation] = (), signals: Sequence[SignalResult] = ()) -> None:
+        """Counts engine steps for the review every N of them, and stages what has cooled in the conversations that ran.
+
+        signals: of those that were watched.
+        """
         self._num_steps += 1
+        self._cooling.step_done(ran, signals)
 
     def commit_failed(self) -> None:
         """A commit found no room to write to: no more of them until somebody gives memory back."""

@@ -80,6 +80,23 @@ class SampleSpec:
     forbidden: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Watch:
+    """What a step shall report of a sequence for the signals of its policy; see `runtime.policy.signals`.
+
+    attention: shares of pages and entropy, a *look*.   hidden: how far neighbouring hidden states differ.
+    """
+
+    attention: bool = False
+    hidden: bool = False
+
+    def __bool__(self) -> bool:
+        return self.attention or self.hidden
+
+
+NO_WATCH = Watch()
+
+
 @dataclass(frozen=True, eq=False)
 class SequencePlan:
     """Rows of one conversation: a prefill chunk, or one decode row.
@@ -92,6 +109,7 @@ class SequencePlan:
         window, which stays active whatever its scores (see `plugins.attend.params`).
     record_last: only so many last rows record; 0: the sample above.
     record_sum: every row records, and weights are added up instead of compared.
+    watch: what the result shall say of the sequence besides.
     sample: None for a chunk that is not the last of its prompt.
     """
 
@@ -105,6 +123,7 @@ class SequencePlan:
     sample: SampleSpec | None
     record_last: int = 0
     record_sum: bool = False
+    watch: Watch = NO_WATCH
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +144,26 @@ class SampledToken:
     logprob: float | None = None
 
 
+@dataclass(frozen=True, eq=False)
+class SignalResult:
+    """What a step showed of a watched sequence.
+
+    page_shares: page id -> share of attention, 0 to 1, averaged over KV heads and over some layers and rows; empty
+        without a look.   entropy: of the same weights, each in units of ln(things read), averaged likewise.
+    jumps: [n] 1 - cosine of each row's last hidden state with that of the token before it, for the last n rows:
+        a conversation's first token has none before it.
+    """
+
+    handle: int
+    page_shares: dict[int, float] = field(default_factory=dict)
+    entropy: float = 0.0
+    jumps: tuple[float, ...] = ()
+
+
 @dataclass(frozen=True)
 class StepResult:
     tokens: tuple[SampledToken, ...] = ()
+    signals: tuple[SignalResult, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

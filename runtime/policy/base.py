@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from plugins.commit.choices import PoolBias, Tier
 from plugins.layout import QUANTIZED
 from runtime.errors import ConfigError
 from runtime.policy.check import check_policy
+from runtime.policy.signals import NO_SIGNALS, Signals
 
 Score = Literal["both", "seen", "probe", "window", "sum", "recency", "gate"]
 Share = Literal["conversation", "layer", "head"]
@@ -114,9 +115,12 @@ class Policy:
         the engine's KV dtype.
     repack_ratio: a block is dissolved once the share of its entries above the line is under this.
 
-    alternate: the policy of every second commit, under this one's schedule and protection.
+    signals: what stages tokens while their turn runs, besides the schedule.
+
+    alternate: the policy of every second commit, under this one's schedule, protection and
+        signals.
     by_task: (task type, policy) to take instead of this one for a conversation whose first message is of that type,
-        under this one's schedule and protection.
+        under this one's schedule, protection and signals.
     chosen_from: the policy that chose this one by task type, whose name goes on naming the conversation.
     """
 
@@ -142,6 +146,7 @@ class Policy:
     repack_ratio: float = 0.75
     schedule: Schedule = Schedule()
     protection: Protection = Protection()
+    signals: Signals = NO_SIGNALS
     alternate: Policy | None = None
     by_task: tuple[tuple[str, Policy], ...] = ()
     chosen_from: str = ""
@@ -182,14 +187,19 @@ class Policy:
         """The policy of a conversation's next commit after `num_commits` of them."""
         if self.alternate is None or num_commits % 2 == 0:
             return self
-        return replace(self.alternate, schedule=self.schedule, protection=self.protection)
+        return replace(self.alternate, **self._kept)
 
     def for_task(self, task_type: str) -> Policy:
         """The policy for a conversation of that type: this one where it makes no difference."""
         chosen = dict(self.by_task).get(task_type)
         if chosen is None:
             return self
-        return replace(chosen, chosen_from=self.name, schedule=self.schedule, protection=self.protection)
+        return replace(chosen, chosen_from=self.name, **self._kept)
+
+    @property
+    def _kept(self) -> dict[str, Any]:
+        """What a policy that stands in for this one takes over."""
+        return {"schedule": self.schedule, "protection": self.protection, "signals": self.signals}
 
     def budget_at(self, num_tokens: int) -> float:
         """Share of the entries to keep in a conversation of `num_tokens`, warm-up considered."""

@@ -63,6 +63,7 @@ def check_policy(policy: Policy) -> None:
         if not good:
             raise ConfigError(f"{field} of {policy.name}: got {getattr(policy, field)!r}, expected {expected}")
     _check_schedule(policy)
+    _check_signals(policy)
     _check_tiers(policy)
     _check_alternate(policy)
 
@@ -78,6 +79,24 @@ def _check_schedule(policy: Policy) -> None:
         value = getattr(schedule, field)
         if value < least:
             raise ConfigError(f"schedule.{field} of {policy.name}: got {value!r}, expected at least {least}")
+
+
+def _check_signals(policy: Policy) -> None:
+    signals = policy.signals
+    for field, good, expected in (
+        *((name, getattr(signals, name) >= 0, "a weight of 0 or more")
+          for name in ("attention", "entropy", "boundary", "jump")),
+        ("threshold", 0 < signals.threshold <= 1, "a share in (0, 1]"),
+        ("release", 0 <= signals.release <= signals.threshold, "a share from 0 to the threshold"),
+        ("patience", signals.patience >= 1, "at least 1"),
+        ("every_tokens", signals.every_tokens >= 1, "at least 1"),
+        ("half_life_tokens", signals.half_life_tokens >= 1, "at least 1"),
+        ("entropy_rise", signals.entropy_rise > 0, "a number above 0"),
+        ("jump_z", signals.jump_z > 0, "a number above 0"),
+    ):  # fmt: skip
+        if not good:
+            got = getattr(signals, field)
+            raise ConfigError(f"signals.{field} of {policy.name}: got {got!r}, expected {expected}")
 
 
 def _check_tiers(policy: Policy) -> None:

@@ -2,7 +2,7 @@
 
 JSON: {"format_version": 1, "name": "...",
        "model": {"name", "num_layers", "num_kv_heads", "head_dim"},   the model it was chosen for; others are refused
-       "base": a registered policy, "changes": {field: value, "schedule": {...}, "protection": {...}},
+       "base": a registered policy, "changes": {field: value, "schedule": {...}, "protection": {...}, "signals": {...}},
        "calibration": whatever was measured; not read}
 
 Fields that a file can change are those of `Policy` with plain values; see `runtime.policy.base`.
@@ -23,6 +23,7 @@ from runtime.errors import CommitKVError, ConfigError
 from runtime.policy.base import Policy, Protection, Schedule
 from runtime.policy.check import base_name
 from runtime.policy.registry import ALL_POLICIES, get_policy
+from runtime.policy.signals import Signals
 
 FORMAT_VERSION = 1
 POLICY_FILE = "policy.json"
@@ -30,10 +31,12 @@ POLICY_FILE = "policy.json"
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _PLAIN = (bool, int, float, str)
-_GROUPS: dict[str, type[Schedule] | type[Protection]] = {"schedule": Schedule, "protection": Protection}
+_GROUPS: dict[str, type[Schedule] | type[Protection] | type[Signals]] = {
+    "schedule": Schedule, "protection": Protection, "signals": Signals,
+}  # fmt: skip
 _FIELDS = ("format_version", "name", "model", "base", "changes")
 
-R = TypeVar("R", Policy, Schedule, Protection)
+R = TypeVar("R", Policy, Schedule, Protection, Signals)
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ def _policy_file(name: str, model: PolicyModel, base: str, changes: dict[str, An
 
 
 def _changed(record: R, changes: dict[str, Any], where: str) -> R:
-    """`record` with fields of plain values changed, those of its schedule and protection too."""
+    """`record` with fields of plain values changed, those of its groups too."""
     hints = get_type_hints(type(record))
     values: dict[str, Any] = {}
     for name, value in changes.items():

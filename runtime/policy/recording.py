@@ -1,10 +1,11 @@
-"""Which rows of a step raise scores, by the policy's score."""
+"""Which rows of a step raise scores, by the policy's score, and what it reports, by the policy's signals."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from runtime.policy.base import Policy
+from runtime.step import NO_WATCH, Watch
 
 
 @dataclass(frozen=True)
@@ -25,3 +26,11 @@ def recording_of(policy: Policy, first: int, last: int, prompt_end: int) -> Reco
         observing = last <= prompt_end and last > window_start
         return Recording(observing, last - window_start if observing else 0)
     return Recording(True, adds=policy.score == "sum")
+
+
+def watch_of(policy: Policy, first: int, last: int) -> Watch:
+    """For rows of the positions [first, last)."""
+    signals = policy.signals
+    if not (policy.compresses and signals.need_device):
+        return NO_WATCH
+    return Watch(signals.need_attention and signals.looks(first, last), signals.need_hidden)

@@ -8,20 +8,25 @@ from typing import Any, TypeVar
 from plugins.commit.choices import Tier
 from runtime.errors import ConfigError
 from runtime.policy.base import Policy, Protection, Schedule, Thresholds
+from runtime.policy.signals import Signals
 
-Record = TypeVar("Record", Policy, Schedule, Protection)
-FIXED = ("name", "compresses", "gate", "alternate", "by_task", "chosen_from", "schedule", "protection")
-"""Fields that have no variants of their own; those of schedule and protection are named schedule.x, protection.x."""
+Record = TypeVar("Record", Policy, Schedule, Protection, Signals)
+_GROUPS: dict[str, type[Schedule] | type[Protection] | type[Signals]] = {
+    "schedule": Schedule, "protection": Protection, "signals": Signals,
+}  # fmt: skip
+FIXED = ("name", "compresses", "gate", "alternate", "by_task", "chosen_from", *_GROUPS)
+"""Fields that have no variants of their own; those of the groups are named schedule.x, protection.x, signals.x."""
 
 
 def with_changes(policy: Policy, changes: dict[str, Any]) -> Policy:
     """`policy` with the given fields changed and its name kept.
 
-    changes: field -> JSON value; "schedule.x" and "protection.x" name theirs; tiers: [[min_age, size, how], ...];
-        thresholds: [calm, pressed, pressure] or null. Raises ConfigError naming the field.
+    changes: field -> JSON value; "schedule.x", "protection.x" and "signals.x" name theirs;
+        tiers: [[min_age, size, how, entries], ...]; thresholds: [calm, pressed, pressure] or null.
+    Raises ConfigError naming the field.
     """
     own: dict[str, Any] = {}
-    parts: dict[str, dict[str, Any]] = {"schedule": {}, "protection": {}}
+    parts: dict[str, dict[str, Any]] = {group: {} for group in _GROUPS}
     for field, value in changes.items():
         group, dot, inner = field.partition(".")
         if dot and group in parts:
@@ -38,9 +43,6 @@ def changeable() -> list[str]:
     """Names that `with_changes` takes."""
     names = [field.name for field in fields(Policy) if field.name not in FIXED]
     return names + [f"{group}.{f.name}" for group, record in _GROUPS.items() for f in fields(record)]
-
-
-_GROUPS: dict[str, type[Schedule] | type[Protection]] = {"schedule": Schedule, "protection": Protection}
 
 
 def _changed(record: Record, changes: dict[str, Any], prefix: str, made: tuple[str, ...] = ()) -> Record:

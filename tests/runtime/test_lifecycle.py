@@ -8,6 +8,7 @@ from runtime.lifecycle import Event, IllegalTransitionError, Ledger, State, tran
 
 LEGAL = {
     (State.ACTIVE, Event.TURN_ENDED): State.STAGED,
+    (State.ACTIVE, Event.COOLED): State.STAGED,
     (State.ACTIVE, Event.WATERMARK): State.STAGED,
     (State.STAGED, Event.KEPT): State.COMMITTED,
     (State.STAGED, Event.BELOW): State.GONE,
@@ -31,7 +32,7 @@ def test_every_state_and_event(state: State, event: Event) -> None:
         assert transition(state, event) is expected
 
 
-@pytest.mark.parametrize("event", [Event.TURN_ENDED, Event.WATERMARK])
+@pytest.mark.parametrize("event", [Event.TURN_ENDED, Event.COOLED, Event.WATERMARK])
 def test_protected_tokens_stay_active(event: Event) -> None:
     assert transition(State.ACTIVE, event, protected=True) is State.ACTIVE
 
