@@ -7,19 +7,21 @@ must be cancelled. Commits are planned and settled here too; their arithmetic is
 from __future__ import annotations
 
 from array import array
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from plugins.layout import QUANTIZED, BlockLayout, PageLayout
 from runtime.commit_planner import CommitDraft, draft_commit, make_line_plan
 from runtime.config import DTYPE_BYTES, EngineLimits, ModelSpec
 from runtime.errors import ConfigError, UnsupportedPolicyError
-from runtime.kv_state import ConversationKv, Page, make_block_table
+from runtime.kv_checks import check_conversations, check_pools
+from runtime.kv_state import ConversationKv, make_block_table
 from runtime.lifecycle import Event, State, transition
 from runtime.page_pool import ByteBudget, IdPool
 from runtime.policy.base import Policy
 from runtime.policy.check import check_model
 from runtime.request import KvStats
+from runtime.shared_prefix import SharedPrefixes
 from runtime.step import BlockTable, KvView, LinePlan, LineResult, PublishPlan, int32
 
 
@@ -96,6 +98,7 @@ class KvManager:
             name: self._pool(layout.stored_bytes, most_blocks) for name, layout in self.block_layouts.items()
         }
         self._conversations: dict[int, ConversationKv] = {}
+        self._shared = SharedPrefixes(limits.page_tokens)
         self._scratch_pages = 0
 
     def _pool(self, item_bytes: int, most: int | None) -> IdPool:
@@ -154,21 +157,24 @@ class KvManager:
         return handle in self._conversations
 
     def release(self, handle: int) -> Freed:
-        """Frees everything a conversation holds."""
+        """Frees everything a conversation holds that nobody shares."""
         kv = self._conversations.pop(handle)
         for state in State:
             if state is not State.GONE:
                 kv.ledger.move(state, Event.RELEASED, kv.ledger[state])
-        page_ids = int32(page.page_id for page in kv.pages)
-        self._pages.give(page_ids)
+        page_ids = self._give_pages(handle, [page.page_id for page in kv.pages])
+        self._shared.forget(handle)
         self._blocks[kv.blocks.format].give(kv.blocks.ids)
         return Freed(page_ids, kv.blocks)
 
     def reset(self, handle: int) -> Freed:
-        """Frees the cache of a conversation that goes on; protected positions and the peak are remembered."""
+        """Frees the cache of a conversation that goes on; protected positions, the prefix that it may share and the
+        peak are remembered."""
         before = self._conversations[handle]
+        prefix = self._shared.prefix(handle)
         freed = self.release(handle)
         self.open(handle, before.policy)
+        self._shared.announce(handle, *prefix)
         after = self._conversations[handle]
         after.peak_bytes = before.peak_bytes
         for start, end in before.protected_ranges():
@@ -176,30 +182,59 @@ class KvManager:
         return freed
 
     def truncate(self, handle: int, num_tokens: int) -> Freed | None:
-        """Undoes the tokens from `num_tokens` on. None, with nothing changed, if one of them left its active page."""
+        """Undoes the tokens from `num_tokens` on. None, with nothing changed, if one of them was committed.
+
+        Of a page that is shared nothing can be undone alone: fewer tokens are left then, up to its start.
+        """
         kv = self._conversations[handle]
-        num_undone = kv.num_tokens - num_tokens
-        if num_undone <= 0:
+        num_shared = len(self._shared.held(handle))
+        if num_tokens < num_shared * self.page_tokens:
+            num_shared = num_tokens // self.page_tokens
+            num_tokens = num_shared * self.page_tokens
+        if num_tokens >= kv.num_tokens:
             return Freed(int32())
-        kept: list[Page] = []
-        freed = int32()
-        found = 0
-        for page in kv.pages:
-            stays = int32(p for p in page.positions if p < num_tokens)
-            if len(stays) < page.num_tokens and (page.state is not State.ACTIVE or page.compacted):
-                return None
-            found += page.num_tokens - len(stays)
-            if stays:
-                kept.append(Page(page.page_id, stays, page.state, page.compacted))
-            else:
-                freed.append(page.page_id)
-        if found != num_undone:
+        gone = kv.undo(num_tokens)
+        if gone is None:
             return None
-        kv.set_pages(kept)
-        kv.ledger.withdraw(num_undone * kv.num_rows)
-        kv.num_tokens = num_tokens
-        self._pages.give(freed)
+        freed = self._give_pages(handle, gone, num_shared)
+        self._shared.cut(handle, num_tokens)
         return Freed(freed)
+
+    def rollback(self, handle: int, num_tokens: int) -> Freed:
+        """Undoes the tokens from `num_tokens` on and forgets their protection. Where some of them were committed
+        nothing before them is exact either: the whole cache goes, to be computed again."""
+        freed = self.truncate(handle, num_tokens)
+        if freed is None:
+            freed = self.reset(handle)
+            self._shared.cut(handle, num_tokens)
+        kv = self._conversations[handle]
+        kv.unprotect_from(max(num_tokens, kv.policy.protection.sink_tokens))
+        return freed
+
+    def _give_pages(self, handle: int, page_ids: list[int], num_shared: int = 0) -> array[int]:
+        """Gives up pages, of which the first `num_shared` shared ones are not; returns those that nobody holds."""
+        shared = set(self._shared.held(handle)[num_shared:])
+        freed = int32(page_id for page_id in page_ids if page_id not in shared)
+        freed.extend(self._shared.leave(handle, num_shared))
+        self._pages.give(freed)
+        return freed
+
+    # Shared prefixes
+
+    def announce_prefix(self, handle: int, tenant: str, token_ids: Sequence[int]) -> None:
+        """What a conversation begins with, its system prompt: whole pages of it are stored once per tenant.
+
+        Only what can never be staged is shared: protected tokens, where the policy compresses.
+        """
+        kv = self._conversations[handle]
+        last = len(token_ids)
+        if kv.policy.compresses:
+            last = next((position for position in range(last) if not kv.is_protected(position)), last)
+        self._shared.announce(handle, tenant, token_ids[:last])
+
+    def adopt_prefix(self, handle: int) -> int:
+        """Takes over pages that others hold of what comes next; returns the number of tokens that they save."""
+        return self._shared.adopt(handle, self._conversations[handle])
 
     # Rows
 
@@ -227,14 +262,17 @@ class KvManager:
         size = self.page_tokens
         return [page_id * size + offset for page_id in page_ids for offset in range(size)][:num_tokens]
 
-    def settle_rows(self, reservation: RowReservation) -> None:
-        """The step ran: its tokens are active now. Scratch pages go back."""
+    def settle_rows(self, reservation: RowReservation) -> Freed:
+        """The step ran: its tokens are active now. Scratch pages go back, and pages that somebody else has too."""
         if reservation.scratch:
             self.cancel_rows(reservation)
-            return
+            return Freed(reservation.new_page_ids)
         kv = self._conversations[reservation.handle]
         kv.append(reservation.num_tokens, reservation.new_page_ids)
+        spare = int32(self._shared.offer(reservation.handle, kv))
+        self._pages.give(spare)
         kv.peak_bytes = max(kv.peak_bytes, self.kv_bytes(reservation.handle))
+        return Freed(spare)
 
     def cancel_rows(self, reservation: RowReservation) -> None:
         """The step did not run."""
@@ -310,23 +348,29 @@ class KvManager:
     # Figures
 
     def kv_bytes(self, handle: int) -> int:
-        """Bytes one conversation holds: pages, blocks with scales, biases and scores, and tables."""
+        """Bytes one conversation holds: pages, blocks with scales, biases and scores, and tables.
+
+        A shared page counts once, for whoever has held it longest, so that the bytes of all add up to what is used.
+        """
         kv = self._conversations[handle]
         block_bytes = self.block_layouts[kv.blocks.format].stored_bytes
-        return len(kv.pages) * self.page_layout.page_bytes + kv.blocks.num_blocks * block_bytes + kv.table_bytes
+        num_pages = len(kv.pages) - self._shared.num_borrowed(handle)
+        return num_pages * self.page_layout.page_bytes + kv.blocks.num_blocks * block_bytes + kv.table_bytes
 
     def stats(self, handle: int) -> KvStats:
         kv = self._conversations[handle]
         rows = kv.num_rows
         living = kv.ledger.living // rows
+        kv_bytes = self.kv_bytes(handle)
         return KvStats(
-            kv_bytes=self.kv_bytes(handle),
+            kv_bytes=kv_bytes,
             kv_full_bytes=kv.num_tokens * self.spec.kv_token_bytes("fp16"),
             active=kv.ledger[State.ACTIVE] // rows,
             staged=kv.num_staged,
             committed=(kv.ledger[State.COMMITTED] + kv.ledger[State.EVICTABLE]) // rows,
             evicted=kv.num_tokens - living,
-            peak_kv_bytes=kv.peak_bytes,
+            peak_kv_bytes=max(kv.peak_bytes, kv_bytes),
+            shared_kv_bytes=len(self._shared.held(handle)) * self.page_layout.page_bytes,
         )
 
     @property
@@ -336,19 +380,7 @@ class KvManager:
 
     def check_invariants(self) -> None:
         """Adds everything up; called by tests and the idle loop. No reservation may be open."""
-        pages = [page.page_id for kv in self._conversations.values() for page in kv.pages]
-        assert len(pages) == len(set(pages)), "a page has two owners"
-        assert all(map(self._pages.owns, pages))
-        assert self._pages.num_owned == len(pages) + self._scratch_pages, "pages leaked"
-        used = self._pages.num_owned * self._pages.item_bytes
-        for block_format, pool in self._blocks.items():
-            tables = [kv.blocks for kv in self._conversations.values() if kv.blocks.format == block_format]
-            ids = [block_id for table in tables for block_id in table.ids]
-            assert len(ids) == len(set(ids)) == pool.num_owned, "blocks leaked or shared"
-            used += pool.num_owned * pool.item_bytes
+        check_conversations(self._conversations, self._shared)
+        check_pools(self._conversations.values(), self._shared, self._pages, self._scratch_pages, self._blocks)
+        used = sum(pool.num_owned * pool.item_bytes for pool in (self._pages, *self._blocks.values()))
         assert used == self.budget.used_bytes, (used, self.budget.used_bytes)
-        for kv in self._conversations.values():
-            in_pages = sum(page.num_tokens for page in kv.pages)
-            assert kv.ledger[State.ACTIVE] == (in_pages - kv.num_staged) * kv.num_rows
-            assert kv.ledger[State.COMMITTED] + kv.ledger[State.EVICTABLE] == sum(kv.blocks.lens)
-            assert in_pages + kv.committed_tokens == kv.num_tokens, "a token was lost"

@@ -145,6 +145,41 @@ class ConversationKv:
         self.num_tokens += num_tokens
         self.ledger.arrive(num_tokens * self.num_rows)
 
+    def undo(self, num_tokens: int) -> list[int] | None:
+        """Takes back the tokens from `num_tokens` on, which have to be in pages still; returns the pages left empty.
+
+        None, with nothing changed, if one of them was committed, or moved when what stood beside it was.
+        """
+        kept: list[Page] = []
+        emptied: list[int] = []
+        undone = staged = 0
+        for page in self.pages:
+            stays = int32(p for p in page.positions if p < num_tokens)
+            if len(stays) < page.num_tokens and page.compacted:
+                return None
+            undone += page.num_tokens - len(stays)
+            if page.state is State.STAGED:
+                staged += sum(p >= num_tokens for p in self.loose_positions(page))
+            if stays:
+                kept.append(Page(page.page_id, stays, page.state, page.compacted))
+            else:
+                emptied.append(page.page_id)
+        if undone != self.num_tokens - num_tokens:
+            return None
+        self.set_pages(kept)
+        self.ledger.withdraw((undone - staged) * self.num_rows)
+        self.ledger.withdraw(staged * self.num_rows, State.STAGED)
+        self.num_tokens = num_tokens
+        self.unprobed = [(start, min(end, num_tokens)) for start, end in self.unprobed if start < num_tokens]
+        return emptied
+
+    def active_page_of(self, position: int) -> Page | None:
+        """The full active page whose first token is `position`, None if there is no such page."""
+        for page in self.pages:
+            if page.positions[0] == position and page.num_tokens == self.page_tokens:
+                return page if page.state is State.ACTIVE and not page.compacted else None
+        return None
+
     def set_pages(self, pages: list[Page]) -> None:
         """Replaces the page list, after a commit or a rollback."""
         self.pages = pages

@@ -80,10 +80,10 @@ class Ledger:
         """New tokens start active."""
         self._counts[State.ACTIVE] += num_entries
 
-    def withdraw(self, num_entries: int) -> None:
-        """Active tokens that are undone, as if they had never arrived (a rolled-back turn)."""
-        assert num_entries <= self._counts[State.ACTIVE], (num_entries, self._counts)
-        self._counts[State.ACTIVE] -= num_entries
+    def withdraw(self, num_entries: int, state: State = State.ACTIVE) -> None:
+        """Active or staged tokens that are undone, as if they had never arrived (a rolled-back turn)."""
+        assert state in (State.ACTIVE, State.STAGED) and num_entries <= self._counts[state], (state, self._counts)
+        self._counts[state] -= num_entries
 
     def move(self, state: State, event: Event, num_entries: int) -> None:
         """Moves entries from `state` along the table."""

@@ -9,12 +9,17 @@ from typing import Literal
 from runtime.errors import RequestError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 Role = Literal["system", "user", "assistant"]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """temperature 0 or top_k 1: greedy. top_k 0: no limit. seed None: the engine draws one.
+
+    stop: texts that end the answer and are cut from it.   bad: texts that never appear in it.
+    end_id: a token that ends the answer, besides the model's own.
 
     Raises RequestError naming the field for values no distribution has.
     """
@@ -28,6 +33,8 @@ class SamplingParams:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     want_logprobs: bool = False
+    bad: tuple[str, ...] = ()
+    end_id: int | None = None
 
     def __post_init__(self) -> None:
         checks = (
@@ -43,6 +50,13 @@ class SamplingParams:
                 raise RequestError(f"{name}: got {getattr(self, name)}, expected {expected}; correct the request")
         if any(not s for s in self.stop):
             raise RequestError("stop: got an empty stop string, expected non-empty text; leave it out")
+        if any(not word for word in self.bad):
+            raise RequestError("bad: got an empty text, expected words that must not appear; leave it out")
+        if len(self.bad) > MAX_BAD_WORDS or any(len(word) > MAX_BAD_WORD_CHARS for word in self.bad):
+            raise RequestError(
+                f"bad: got {len(self.bad)} words, the longest of {max(map(len, self.bad))} characters, expected at "
+                f"most {MAX_BAD_WORDS} of at most {MAX_BAD_WORD_CHARS} characters; leave some out"
+            )
 
 
 @dataclass(frozen=True)
@@ -86,7 +100,9 @@ class Request:
 class KvStats:
     """Memory of one conversation. Token counts are token equivalents: entries / (layers * KV heads).
 
-    kv_bytes: active pages, committed blocks with scales, biases and scores, and tables.
+    kv_bytes: active pages, committed blocks with scales, biases and scores, and tables; of pages that several
+        conversations share, those that this one has held longest.
+    shared_kv_bytes: pages of its system prompt that it shares or offers to share, whoever they count for.
     kv_full_bytes: the full cache of as many tokens in fp16.
     evictable tokens are counted in `committed`, which they still occupy.
     """
@@ -98,6 +114,7 @@ class KvStats:
     committed: int = 0
     evicted: int = 0
     peak_kv_bytes: int = 0
+    shared_kv_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -126,22 +143,31 @@ class TurnStats:
 
 @dataclass(frozen=True)
 class TextEvent:
-    """A piece of answer text; pieces concatenate to the whole, stop strings already cut."""
+    """A piece of answer text; pieces concatenate to the whole, stop strings already cut.
+
+    logprobs: of the tokens generated since the event before, if they were asked for; those of a turn's events are one
+        per generated token, and cumulative_logprob is the sum so far.
+    """
 
     request_id: str
     text: str
     cumulative_logprob: float = 0.0
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The last event of a turn that ran. `stop_reason`: the stop string that matched, or ''."""
+    """The last event of a turn that ran. `stop_reason`: the stop string that matched, or ''.
+
+    logprobs, cumulative_logprob: as in TextEvent.
+    """
 
     request_id: str
     reason: FinishReason
     stop_reason: str
     stats: TurnStats
     cumulative_logprob: float = 0.0
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
