@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from plugins.layout import QUANTIZED, BlockLayout, PageLayout
 from runtime.commit_planner import CommitDraft, draft_commit, make_line_plan
 from runtime.config import DTYPE_BYTES, EngineLimits, ModelSpec
-from runtime.errors import ConfigError, UnsupportedPolicyError
+from runtime.errors import ConfigError, OutOfMemoryError, UnsupportedPolicyError
 from runtime.kv_checks import check_conversations, check_pools
 from runtime.kv_state import ConversationKv, make_block_table
 from runtime.lifecycle import Event, State, transition
@@ -166,6 +166,15 @@ class KvManager:
         self._shared.forget(handle)
         self._blocks[kv.blocks.format].give(kv.blocks.ids)
         return Freed(page_ids, kv.blocks)
+
+    def take_room(self, handle: int, num_pages: int, num_blocks: int) -> tuple[array[int], array[int]]:
+        """Pages and blocks for a cache that comes from a checkpoint. OutOfMemoryError changes nothing."""
+        page_ids = self._pages.take(num_pages)
+        try:
+            return page_ids, self._blocks[self[handle].blocks.format].take(num_blocks)
+        except OutOfMemoryError:
+            self._pages.give(page_ids)
+            raise
 
     def reset(self, handle: int) -> Freed:
         """Frees the cache of a conversation that goes on; protected positions, the prefix that it may share and the
