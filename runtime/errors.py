@@ -35,6 +35,10 @@ class UnknownConversationError(RequestError):
     """A conversation id that the engine does not hold."""
 
 
+class LostConversationError(UnknownConversationError):
+    """A conversation whose checkpoint exists and cannot be used here."""
+
+
 class ConversationBusyError(RequestError):
     """A second turn for a conversation whose turn is still running."""
 
@@ -49,6 +53,10 @@ class OutOfMemoryError(CommitKVError):
 
 class ServerStoppingError(CommitKVError):
     """The engine is shutting down and takes no new work."""
+
+
+class StoreUnavailableError(CommitKVError):
+    """The checkpoint store does not answer, so a conversation that may lie there cannot go on now."""
 
 
 class DeviceError(CommitKVError):

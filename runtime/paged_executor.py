@@ -93,6 +93,11 @@ class PagedExecutor(ABC):
         self.watcher: CommitWatcher | None = None
         self.steer: Callable[[torch.Tensor], torch.Tensor] | None = None
 
+    @property
+    def storage(self) -> KvStorage:
+        """The arenas that it works on."""
+        return self._storage
+
     @abstractmethod
     def _forward(
         self, sequences: list[StepRows], logit_rows: array[int], interrupted: Callable[[], bool] | None
