@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from perf.server import REPO_ROOT, ServerOptions, TritonServer
+from perf.supervise import POLL_S, Supervisor, death
 from runtime.config import DEVICES
 from runtime.errors import CommitKVError, ConfigError
 from runtime.policy.policy_file import is_policy_file
@@ -54,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
         "--target trt need cuda (%(default)s)")  # fmt: skip
     parser.add_argument("--policy", help="policy of conversations that name none, or a policy file (the engine's own)")
     parser.add_argument("--trace", type=Path, help="new file for a record of every commit, see perf.trace (none)")
+    parser.add_argument("--checkpoints", metavar="URL", help="folder or fsspec URL that keeps conversations between "
+        "turns: a restarted server, or another one, goes on with them (none)")  # fmt: skip
+    parser.add_argument("--restart", action="store_true", help="start again when the server or its model dies")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="0: any free one (%(default)s)")
     parser.add_argument("--grpc-port", type=int, default=8001, help="0: any free one (%(default)s)")
@@ -68,8 +72,9 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     if not 0 <= args.grace_s <= MAX_GRACE_S:
         raise ConfigError(f"--grace-s: got {args.grace_s}, expected 0 to {MAX_GRACE_S} seconds; pass another number")
     trace = {} if args.trace is None else {"trace_file": str(args.trace.resolve())}
+    kept = {} if not args.checkpoints else {"checkpoint_url": _absolute(args.checkpoints)}
     return ServerOptions(
-        parameters={**base.parameters, **trace, "device": args.device, "grace_s": str(args.grace_s)},
+        parameters={**base.parameters, **trace, **kept, "device": args.device, "grace_s": str(args.grace_s)},
         host=args.host,
         http_port=args.http_port,
         grpc_port=args.grpc_port,
@@ -79,31 +84,42 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     )
 
 
+def _absolute(url: str) -> str:
+    """A folder by its full path: the model's process has a working directory of its own."""
+    return url if "://" in url else str(Path(url).resolve())
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     stopping = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())
+
+    def ready(server: TritonServer) -> None:
+        print(
+            f"ready: gRPC {server.grpc_url}  HTTP http://{server.http_url}  "
+            f"metrics http://{server.metrics_url}/metrics  log {args.log}\nCtrl-C stops it",
+            flush=True,
+        )
+
     try:
-        server = TritonServer(_options(args))
+        options = _options(args)
         print(f"starting Triton with {args.engine} ...", flush=True)
-        with server:
-            print(
-                f"ready: gRPC {server.grpc_url}  HTTP http://{server.http_url}  "
-                f"metrics http://{server.metrics_url}/metrics  log {args.log}\nCtrl-C stops it",
-                flush=True,
+        if args.restart:
+            Supervisor(options, lambda line: print(f"warning: {line}", file=sys.stderr, flush=True)).run(
+                stopping, ready
             )
-            while not stopping.wait(0.2) and server.returncode is None:
+            return 0
+        with TritonServer(options) as server:
+            ready(server)
+            while not stopping.wait(POLL_S) and server.returncode is None:
                 pass
-            if server.model_died:
-                print(
-                    "error: the model's process was killed, or ran out of memory; the server is stopped and its "
-                    f"conversations are lost: start it again, with a smaller --kv-mib if memory was short ({args.log})",
-                    file=sys.stderr,
-                )
-                return 1
             if server.returncode is not None:
-                print(f"server ended by itself with code {server.returncode}; see {args.log}", file=sys.stderr)
+                print(f"error: {death(server, args.log)}", file=sys.stderr)
                 return 1
             print("stopping: running turns may finish", flush=True)
     except CommitKVError as error:

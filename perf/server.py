@@ -47,7 +47,7 @@ class ServerOptions:
     """What one start needs. A port of 0 means: any free one.
 
     parameters: model parameters of `tensorrt_llm` (see its config.pbtxt), as text.
-    grace_s: how long a stop lets running turns finish.
+    grace_s: how long a stop lets running turns finish.   append_log: keep what the log file holds already.
     """
 
     model_repository: Path = REPO_ROOT / "triton_model_repo"
@@ -59,6 +59,7 @@ class ServerOptions:
     grace_s: float = 30.0
     ready_timeout_s: float = 180.0
     log_path: Path | None = None
+    append_log: bool = False
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ class TritonServer:
         self._log = self.options.log_path or self._directory / "server.log"
         try:
             command = self._command(install, self._directory)
-            with _open_log(self._log) as log:
+            with _open_log(self._log, "ab" if self.options.append_log else "wb") as log:
                 self._process = subprocess.Popen(
                     command,
                     stdout=log,
@@ -341,10 +342,10 @@ class TritonServer:
         self.stop()
 
 
-def _open_log(path: Path) -> BinaryIO:
+def _open_log(path: Path, mode: Literal["ab", "wb"]) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("wb")
+        return path.open(mode)
     except OSError as error:
         raise ConfigError(f"log: cannot write {path} ({error.strerror}); choose another file") from error
 
