@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -16,11 +15,6 @@ from runtime.step import PublishResult
 # restored; count, bytes, idle: a limit on conversations.
 EvictionReason = Literal["memory", "preempted", "rollback", "count", "bytes", "idle"]
 EVICTION_REASONS: tuple[EvictionReason, ...] = get_args(EvictionReason)
-
-# written / failed: a checkpoint went out or could not. restored: a conversation came back from one. damaged / refused:
-# one could not be read, or belongs to another engine. skipped: the writer was behind. deleted: no longer needed.
-CheckpointOutcome = Literal["written", "failed", "restored", "damaged", "refused", "skipped", "deleted"]
-CHECKPOINT_OUTCOMES: tuple[CheckpointOutcome, ...] = get_args(CheckpointOutcome)
 
 
 @dataclass(frozen=True)
@@ -144,32 +138,3 @@ class Figures:
             evictions=dict(self.evictions),
             kv=totals,
         )
-
-
-@dataclass(frozen=True)
-class CheckpointStats:
-    """outcomes: checkpoints by what became of them.   written_bytes, restored_bytes: as stored."""
-
-    outcomes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(CHECKPOINT_OUTCOMES, 0))
-    written_bytes: int = 0
-    restored_bytes: int = 0
-
-
-class CheckpointFigures:
-    """Counts of checkpoints. Any thread may count: the writer has its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._outcomes: dict[str, int] = dict.fromkeys(CHECKPOINT_OUTCOMES, 0)
-        self._bytes = {"written": 0, "restored": 0}
-
-    def count(self, outcome: CheckpointOutcome, num_bytes: int = 0) -> None:
-        """num_bytes: size of a checkpoint that was written or restored."""
-        with self._lock:
-            self._outcomes[outcome] += 1
-            if outcome in self._bytes:
-                self._bytes[outcome] += num_bytes
-
-    def snapshot(self) -> CheckpointStats:
-        with self._lock:
-            return CheckpointStats(dict(self._outcomes), self._bytes["written"], self._bytes["restored"])

@@ -15,6 +15,7 @@ class KvTotals:
 
     scratch_bytes: pages of rows that are read once and forgotten (a probe's).
     used_bytes: all of these, as the budget counts them; `table_bytes` comes on top.
+    saved_bytes: what pages that several conversations share would take more if each had its own.
     *_tokens: token equivalents, entries / (layers * KV heads); what is shared counts for each that reads it.
     """
 
@@ -28,6 +29,7 @@ class KvTotals:
     evictable_bytes: int = 0
     scratch_bytes: int = 0
     table_bytes: int = 0
+    saved_bytes: int = 0
     active_tokens: int = 0
     staged_tokens: int = 0
     committed_tokens: int = 0
@@ -39,9 +41,10 @@ def kv_totals(manager: KvManager, handles: Iterable[int]) -> KvTotals:
     page_states: dict[int, State] = {}
     block_bytes = dict.fromkeys((State.COMMITTED, State.EVICTABLE), 0.0)
     tokens = dict.fromkeys(State, 0)
-    table_bytes = 0
+    table_bytes = num_pages = 0
     for handle in handles:
         kv = manager[handle]
+        num_pages += len(kv.pages)
         page_states.update((page.page_id, page.state) for page in kv.pages)
         for state in tokens:
             tokens[state] += kv.ledger[state] // kv.num_rows
@@ -64,6 +67,7 @@ def kv_totals(manager: KvManager, handles: Iterable[int]) -> KvTotals:
         evictable_bytes=blocks - committed,
         scratch_bytes=max(0, manager.budget.used_bytes - blocks - len(page_states) * page_bytes),
         table_bytes=table_bytes,
+        saved_bytes=(num_pages - len(page_states)) * page_bytes,
         active_tokens=tokens[State.ACTIVE],
         staged_tokens=tokens[State.STAGED],
         committed_tokens=tokens[State.COMMITTED],
