@@ -45,7 +45,7 @@ serve: $(ENGINE)/manifest.json  ## run the server on ports 8000-8002 until Ctrl-
 	@$(BIN)/python -m perf.serve
 
 test: $(STAMP)  ## the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)  ## ruff, mypy, import contracts
 	$(BIN)/ruff check .
