@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,15 @@ class KvStep(Protocol):
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attention of q as `append` returned it; gives [rows, q_heads, D] in q's dtype."""
+        ...
+
+
+@runtime_checkable
+class ReadsHidden(Protocol):
+    """A `KvStep` that also wants the states behind the last layer."""
+
+    def hidden(self, x: torch.Tensor) -> None:
+        """x [rows, hidden] in the engine's dtype: residual stream of every row, before the last norm."""
         ...
 
 
@@ -192,6 +201,8 @@ class _TorchOps:
         return self._kv.attend(layer, q).reshape(q.shape[0], -1)
 
     def take_rows(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._kv, ReadsHidden):
+            self._kv.hidden(x)
         return x.index_select(0, self._step.logit_rows)
 
     def logits(self, x: torch.Tensor, weight: str) -> torch.Tensor:

@@ -49,6 +49,7 @@ class EngineParts:
     intake: Intake
     probe_prompt: tuple[int, ...]
     observer: Observer | None = None
+    boundaries: frozenset[int] = frozenset()
 
 
 class Engine:
@@ -67,7 +68,9 @@ class Engine:
         evictor = Evictor(manager, self._table)
         self._scheduler = Scheduler(manager, evictor, parts.limits.max_batch_size, parts.config.tokens_per_step)
         self._keeper = Keeper(self._table, manager, self._scheduler, parts.executor, parts.config, clock_ns)
-        probe = ProbeSettings(parts.probe_prompt, parts.config.probe_tokens_per_step, parts.limits.max_seq_len)
+        probe = ProbeSettings(
+            parts.probe_prompt, parts.config.probe_tokens_per_step, parts.limits.max_seq_len, parts.boundaries
+        )
         self._maintenance = Maintenance(manager, self._table.by_handle, probe, parts.config.watermark)
         self._figures = Figures()
         self._lock = threading.RLock()
@@ -214,7 +217,7 @@ class Engine:
         with self._lock:
             self._scheduler.settle(work)
             events = self._accept(work, result, ran)
-            self._maintenance.step_done()
+            self._maintenance.step_done(work.conversations, result.signals)
             self._keeper.release_dropped()
         self._figures.count_step(work.plan.num_tokens, len(result.tokens))
         self._figures.manager_ns += self._clock_ns() - ran

@@ -20,7 +20,8 @@ from plugins.staging import TableStaging
 from runtime.config import EngineLimits, ModelSpec
 from runtime.kv_storage import KvStorage
 from runtime.paged_executor import CommitForms, LineForm, PagedExecutor, PublishForm
-from runtime.step import int32
+from runtime.signal_watch import HiddenStates, StepWatch
+from runtime.step import SignalResult, int32
 from runtime.step_tables import StepRows, TableBuilder, int32_tensor, int64_tensor
 
 
@@ -67,10 +68,12 @@ class _Group:
 
 
 class _PagedStep:
-    """`KvStep` over the arenas, for the rows of one step."""
+    """`KvStep` over the arenas, for the rows of one step.   watch: None where no sequence is watched."""
 
-    def __init__(self, append: AppendForm, slots: torch.Tensor, memory: KvMemory, groups: list[_Group]) -> None:
-        self._append, self._slots, self._memory, self._groups = append, slots, memory, groups
+    def __init__(
+        self, append: AppendForm, slots: torch.Tensor, memory: KvMemory, groups: list[_Group], watch: StepWatch | None
+    ) -> None:
+        self._append, self._slots, self._memory, self._groups, self._watch = append, slots, memory, groups, watch
         self._begun: AppendStep | None = None
 
     def append(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rotary: Rotary) -> torch.Tensor:
@@ -78,7 +81,13 @@ class _PagedStep:
             self._begun = self._append.begin(self._slots, rotary, self._memory)
         return self._begun(layer, q, k, v)
 
+    def hidden(self, x: torch.Tensor) -> None:
+        if self._watch is not None:
+            self._watch.hidden(x)
+
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        if self._watch is not None:
+            self._watch.attend(layer, q)
         out = torch.empty_like(q)
         if len(self._groups) == 1:
             self._groups[0].attend(layer, q, out)
@@ -117,8 +126,10 @@ class TorchExecutor(PagedExecutor):
         """staging: what the forms for a device were made with; None for forms that read host tables."""
         super().__init__(spec, limits, storage, CommitForms(forms.draw_line, forms.publish), staging)
         self._decoder, self._forms = decoder, forms
-        self._scale = spec.head_dim**-0.5
+        self._scale, self._num_layers = spec.head_dim**-0.5, spec.num_layers
         self._tables = TableBuilder(spec)
+        self._states = HiddenStates()
+        self._watch: StepWatch | None = None  # of the step that runs
 
     def _forward(
         self, sequences: list[StepRows], logit_rows: array[int], interrupted: Callable[[], bool] | None
@@ -139,8 +150,23 @@ class TorchExecutor(PagedExecutor):
         with self._uploads() as put:
             indices = [put(self._index(x)) for x in (token_ids, positions, slots, logit_rows)]
             groups = list(self._groups(sequences))
-        kv = _PagedStep(self._forms.append, indices[2], self._memory_of(""), groups)
+        self._watch = self._watch_of(sequences)
+        kv = _PagedStep(self._forms.append, indices[2], self._memory_of(""), groups, self._watch)
         return _Step(indices[0], indices[1], kv, indices[3])
+
+    def _watch_of(self, sequences: list[StepRows]) -> StepWatch | None:
+        watch, first_row = StepWatch(self._states, self._num_layers, self._scale), 0
+        for rows in sequences:
+            if rows.watch:
+                blocks = rows.view.blocks
+                memory = self._memory_of(blocks.format if blocks.num_blocks else "")
+                watch.add(rows, first_row, memory, self._tables.build([rows]).to(self._storage.device))
+            first_row += len(rows.token_ids)
+        return watch if any(rows.watch for rows in sequences) else None
+
+    def _signals(self) -> tuple[SignalResult, ...]:
+        watch, self._watch = self._watch, None
+        return () if watch is None else watch.results()
 
     def _index(self, values: array[int]) -> torch.Tensor:
         """int32 for kernels, int64 for the forms of a CPU."""

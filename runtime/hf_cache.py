@@ -79,6 +79,11 @@ class CommitKVCache(RoutedCache):
         self.policy = get_policy(policy) if isinstance(policy, str) else policy
         spec, self._options = model_spec(model), options or CacheOptions()
         check_model(self.policy, spec)
+        if self.policy.signals.on:
+            raise ConfigError(
+                f"policy {self.policy.name}: stages tokens by signals, expected none in a CommitKVCache, whose steps "
+                f"transformers runs and nothing watches; set the weights of signals to 0, or use the engine"
+            )
         super().__init__(spec.num_layers)
         self._limits = cache_limits(model, self._options)
         self._tokenizer, self._chat_format = tokenizer, chat_format_of(tokenizer, self.policy)

@@ -33,6 +33,7 @@ from runtime.step import (
     PublishPlan,
     PublishResult,
     SampledToken,
+    SignalResult,
     StepPlan,
     StepResult,
     int32,
@@ -107,6 +108,10 @@ class PagedExecutor(ABC):
         None when `interrupted`, asked now and then, said so. Sequences of one block format are adjacent.
         """
 
+    def _signals(self) -> tuple[SignalResult, ...]:
+        """What the last `_forward` showed of its watched sequences; the manager gives those to executors that can."""
+        return ()
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         self._decided = None
@@ -121,13 +126,14 @@ class PagedExecutor(ABC):
                 sampled.append((sequence.handle, sequence.sample))
         logits = self._forward([StepRows.of(s) for s in sequences], logit_rows, None)
         assert logits is not None, "a step cannot be interrupted"
+        signals = self._signals()
         if not sampled:
-            return StepResult()
+            return StepResult(signals=signals)
         if self.steer is not None:
             logits = self.steer(logits)
         tokens = sample(logits, [spec for _, spec in sampled])
         return StepResult(
-            tuple(SampledToken(handle, *token) for (handle, _), token in zip(sampled, tokens, strict=True))
+            tuple(SampledToken(handle, *token) for (handle, _), token in zip(sampled, tokens, strict=True)), signals
         )
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ from runtime.errors import OutOfMemoryError
 from runtime.eviction import Evictor
 from runtime.figures import EngineLoad
 from runtime.kv_manager import KvManager, RowReservation
-from runtime.policy.recording import recording_of
+from runtime.policy.recording import recording_of, watch_of
 from runtime.step import SampleSpec, SequencePlan, StepPlan
 
 
@@ -167,4 +167,5 @@ class Scheduler:
             sample=sample,
             record_last=recording.last_rows,
             record_sum=recording.adds,
+            watch=watch_of(conversation.policy, first, last),
         )

@@ -11,7 +11,7 @@ import torch
 
 from plugins.attend.params import RECORD_SUM, LayerBlocks, StepTables
 from runtime.config import ModelSpec
-from runtime.step import BlockTable, KvView, SequencePlan, int32
+from runtime.step import NO_WATCH, BlockTable, KvView, SequencePlan, Watch, int32
 
 SEEN_LAST_ROWS = 64
 SEEN_EVERY = 8
@@ -22,7 +22,7 @@ CACHED_TABLES = 64
 class StepRows:
     """Rows of one conversation.   record: [num_tokens] 0, 1 or RECORD_SUM, see `plugins.attend.params`.
 
-    record_skip: as in the plan.
+    record_skip, watch, handle: as in the plan; handle -1 for rows that are no conversation's.
     """
 
     token_ids: Sequence[int]
@@ -31,6 +31,8 @@ class StepRows:
     view: KvView
     record: bytes
     record_skip: int
+    watch: Watch = NO_WATCH
+    handle: int = -1
 
     @classmethod
     def of(cls, sequence: SequencePlan) -> StepRows:
@@ -47,7 +49,10 @@ class StepRows:
             record = b"\x01" * count
         else:
             record = bytes(i >= count - SEEN_LAST_ROWS or (first + i) % SEEN_EVERY == 0 for i in range(count))
-        return cls(sequence.token_ids, first, sequence.slots, sequence.view, record, sequence.record_skip)
+        return cls(
+            sequence.token_ids, first, sequence.slots, sequence.view, record, sequence.record_skip,
+            sequence.watch, sequence.handle,
+        )  # fmt: skip
 
 
 class TableBuilder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -72,6 +73,7 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
         executor=executor,
         intake=Intake(tokenizer, chat_format, limits.policy, limits.max_seq_len, config.max_waiting),
         probe_prompt=tuple(probe_prompt),
+        boundaries=boundary_tokens(manifest, probe_prompt),
         observer=_start_trace(config, manager, executor),
     )
 
@@ -151,6 +153,15 @@ def resolve_policy(text: str, engine_dir: Path) -> str:
     if not is_policy_file(text):
         return get_policy(text).name
     return load_policy(Path(text), manifests.load(engine_dir, verify=False).model).name
+
+
+def boundary_tokens(manifest: Manifest, turn: Sequence[int]) -> frozenset[int]:
+    """Ids that separate messages: special tokens that the chat template writes into a turn, and those that end answers.
+
+    turn: tokens of any rendered user message.
+    """
+    special = {token_id for _, token_id in manifest.tokens.special_tokens}
+    return frozenset(special.intersection(turn) | set(manifest.model.eos_token_ids))
 
 
 def load_tokenizer(engine_dir: Path, manifest: Manifest) -> EngineTokenizer:

@@ -68,13 +68,13 @@ def attend(params: AttendParams) -> None:
         first, last = row_starts[sequence], row_starts[sequence + 1]
         if first == last:
             continue
-        pages, blocks = _gather_pages(params, sequence), _gather_blocks(params, sequence)
+        pages, blocks = gather_pages(params, sequence), gather_blocks(params, sequence)
         combine = torch.add if bool((tables.record[first:last] == RECORD_SUM).any()) else torch.maximum
         reduce = _total if combine is torch.add else _top
         page_top = blocks_top = None
         for start, end in _tiles(params, first, last, pages.page.shape[0]):
             hidden = last - start - torch.arange(1, end - start + 1, device=params.q.device)
-            weights = _attend_rows(params, (start, end), hidden, (pages, blocks))
+            weights = attend_rows(params, (start, end), hidden, (pages, blocks))
             recorded = record[start:end]
             if not bool(recorded.any()):
                 continue
@@ -95,7 +95,8 @@ def _tiles(params: AttendParams, first: int, last: int, num_tokens: int) -> Iter
         yield start, min(last, start + rows)
 
 
-def _gather_pages(params: AttendParams, sequence: int) -> PagePart:
+def gather_pages(params: AttendParams, sequence: int) -> PagePart:
+    """Page tokens that one sequence reads."""
     tables = params.tables
     begin, end = (int(x) for x in tables.page_starts[sequence : sequence + 2])
     ids, lens = tables.page_ids[begin:end].long(), tables.page_lens[begin:end]
@@ -114,7 +115,8 @@ def _gather_pages(params: AttendParams, sequence: int) -> PagePart:
     return PagePart(kv[0], kv[1], page, offset)
 
 
-def _gather_blocks(params: AttendParams, sequence: int) -> BlockPart | None:
+def gather_blocks(params: AttendParams, sequence: int) -> BlockPart | None:
+    """Committed entries that one sequence reads; None where it has none."""
     tables, layout, kv_heads = params.tables, params.block_layout, params.pages.shape[1]
     starts = tables.block_starts[sequence * kv_heads : (sequence + 1) * kv_heads + 1].long()
     begin, end = int(starts[0]), int(starts[-1])
@@ -133,7 +135,7 @@ def _gather_blocks(params: AttendParams, sequence: int) -> BlockPart | None:
     return BlockPart(keys, values, bias, head, ids)
 
 
-def _attend_rows(
+def attend_rows(
     params: AttendParams, rows: tuple[int, int], hidden: torch.Tensor, parts: tuple[PagePart, BlockPart | None]
 ) -> Weights:
     """Writes out for rows [start, end); row i does not see the last hidden[i] page tokens."""

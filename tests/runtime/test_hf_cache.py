@@ -30,6 +30,7 @@ from runtime.hf_cache import CommitKVCache
 from runtime.hf_model import CacheOptions
 from runtime.policy import registry
 from runtime.policy.base import Policy, Schedule
+from runtime.policy.signals import Signals
 from runtime.request import Request, SamplingParams
 from runtime.wiring import load_parts
 
@@ -369,6 +370,9 @@ def test_a_policy_that_probes_needs_a_tokenizer(llama: Tiny) -> None:
         CommitKVCache("commitkv", model=llama.model)
     with pytest.raises(CommitKVError, match="magic"):
         CommitKVCache("magic", model=llama.model)
+    watching = dataclasses.replace(UNPROBED, signals=Signals(boundary=1.0))
+    with pytest.raises(ConfigError, match="signals"):
+        CommitKVCache(watching, model=llama.model, tokenizer=llama.tokenizer)
 
 
 @pytest.mark.parametrize("name", list(registry.ALL_POLICIES))
