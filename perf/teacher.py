@@ -49,10 +49,14 @@ class Reference:
 
 @dataclass(frozen=True)
 class TurnScore:
-    """kl: mean over the answer's tokens, nats.   same_choice: whether both prefer the same token for each of them."""
+    """kl: mean over the answer's tokens, nats.   same_choice: whether both prefer the same token for each of them.
+
+    agreement: share of the tokens for which they do.
+    """
 
     kl: float
     same_choice: bool
+    agreement: float
 
 
 @dataclass(frozen=True)
@@ -179,4 +183,5 @@ def compare(ours: Said, full: Said) -> TurnScore:
     assert ours.tokens == full.tokens, "the answers differ"
     p, q = full.logprobs, ours.logprobs
     kl = (p.exp() * (p - q)).sum(dim=1).clamp_(min=0.0)
-    return TurnScore(float(kl.mean()), bool((p.argmax(dim=1) == q.argmax(dim=1)).all()))
+    same = p.argmax(dim=1) == q.argmax(dim=1)
+    return TurnScore(float(kl.mean()), bool(same.all()), float(same.float().mean()))
