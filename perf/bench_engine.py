@@ -117,7 +117,7 @@ class BenchEngine:
         twin = Conversation(
             engine._table.take_handle(), name, source.policy, tokens=list(source.tokens), ended=source.ended
         )
-        engine._keeper.open(twin)
+        engine._keeper.open(twin, time.monotonic_ns())
         before, after = manager[source.handle], manager[twin.handle]
         page_ids = manager._pages.take(len(before.pages))
         block_ids = manager._blocks[before.blocks.format].take(before.blocks.num_blocks)

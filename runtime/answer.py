@@ -16,10 +16,14 @@ def accept_token(
     conversation.tokens.append(token.token_id)
     turn.first_token_ns = turn.first_token_ns or now_ns
     turn.last_token_ns = now_ns
-    turn.cumulative_logprob += token.logprob or 0.0
-    if token.token_id in eos_token_ids:
+    if token.logprob is not None:
+        turn.cumulative_logprob += token.logprob
+        turn.logprobs.append(token.logprob)
+    if token.token_id in eos_token_ids or token.token_id == turn.request.sampling.end_id:
         conversation.ended = True
         return finish_text(turn, "stop")
+    if turn.bad_words is not None:
+        turn.bad_words.push(token.token_id)
     piece = turn.stops.push(turn.stream.step(token.token_id) or "")
     events = _text(turn, piece)
     if turn.stops.matched:
@@ -36,7 +40,17 @@ def finish_text(turn: Turn, reason: FinishReason) -> list[Event]:
 
 
 def _text(turn: Turn, piece: str) -> list[Event]:
-    return [TextEvent(turn.request.request_id, piece, turn.cumulative_logprob)] if piece else []
+    if not piece:
+        return []
+    turn.text.append(piece)
+    return [TextEvent(turn.request.request_id, piece, turn.cumulative_logprob, _take_logprobs(turn))]
+
+
+def _take_logprobs(turn: Turn) -> tuple[float, ...]:
+    """Those of the tokens since the event before."""
+    taken = tuple(turn.logprobs)
+    turn.logprobs.clear()
+    return taken
 
 
 def finish_event(conversation: Conversation, turn: Turn, kv: KvStats) -> FinishEvent:
@@ -55,7 +69,14 @@ def finish_event(conversation: Conversation, turn: Turn, kv: KvStats) -> FinishE
         alloc_new_blocks=turn.new_pages,
         alloc_total_blocks=turn.reused_pages + turn.new_pages,
         recomputed_tokens=turn.recomputed_tokens,
-        recomputed_reason=turn.recomputed_reason,
+        recomputed_reason=turn.recomputed_note,
         kv=kv,
     )
-    return FinishEvent(turn.request.request_id, turn.end_reason, turn.stops.matched, stats, turn.cumulative_logprob)
+    return FinishEvent(
+        request_id=turn.request.request_id,
+        reason=turn.end_reason,
+        stop_reason=turn.stops.matched,
+        stats=stats,
+        cumulative_logprob=turn.cumulative_logprob,
+        logprobs=_take_logprobs(turn),
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,6 +15,10 @@ WeightDType = Literal["same", "int8"]
 
 MAX_THREADS = 1024
 DEVICES = ("cpu", "cuda")
+_ZERO_IS_NONE = (
+    "max_tenant_conversations", "max_conversation_bytes", "max_idle_s", "max_tenant_waiting", "max_tenant_running",
+    "max_step_ms",
+)  # fmt: skip
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -122,11 +127,22 @@ class RuntimeConfig:
     tokens_per_step: token budget of one step over all conversations.
     probe_tokens_per_step: tokens of a span that one probe re-reads.
     watermark: share of the KV memory above which commits are forced.
-    max_conversations: conversations held at once; the oldest idle one is ended to make room.
+    max_conversations: conversations held at once; an idle one of low priority is ended to make room.
+    max_tenant_conversations: the same for the conversations of one tenant; 0: no bound of its own.
+    max_conversation_bytes: KV memory that one conversation may come to hold; 0: all there is.
+    max_idle_s: a conversation is ended after so long without a turn; 0: never.
     max_waiting: turns that may wait for a place in the batch.
+    max_tenant_waiting: the same for the turns of one tenant; 0: no bound of its own.
+    max_tenant_running: places in the batch that one tenant may take while others run; 0: all.
+    max_step_ms: a step with decode rows takes in no more of a prompt than lets it end in about this time, so that the
+        next token is not long in coming; 0: `tokens_per_step` alone bounds it.
+    id_salt_file: secret of at least 16 bytes that signs conversation ids, see `runtime.serving.identity`; "": none.
     num_threads: threads of the CPU executor; 0: one per core.
     device: "cpu", or "cuda" for the first GPU that the process sees.
     trace_file: a new file for a record of every commit, see `runtime.trace`; "": none.
+    checkpoint_url: folder or fsspec URL that keeps conversations between turns, see `runtime.checkpoints`; "": none.
+    checkpoint_queue_bytes: of conversations copied out and not yet written.
+    checkpoint_max_count, checkpoint_max_age_s: of conversations in the store; the oldest go.
     """
 
     kv_memory_bytes: int = 1 << 30
@@ -134,16 +150,34 @@ class RuntimeConfig:
     probe_tokens_per_step: int = 128
     watermark: float = 0.85
     max_conversations: int = 1024
+    max_tenant_conversations: int = 0
+    max_conversation_bytes: int = 0
+    max_idle_s: float = 0.0
     max_waiting: int = 256
+    max_tenant_waiting: int = 0
+    max_tenant_running: int = 0
+    max_step_ms: float = 0.0
+    id_salt_file: str = ""
     num_threads: int = 0
     device: str = "cpu"
     trace_file: str = ""
+    checkpoint_url: str = ""
+    checkpoint_queue_bytes: int = 256 << 20
+    checkpoint_max_count: int = 10_000
+    checkpoint_max_age_s: float = 7 * 86400.0
 
     def __post_init__(self) -> None:
-        for name in ("kv_memory_bytes", "tokens_per_step", "probe_tokens_per_step", "max_conversations", "max_waiting"):
+        for name in (
+            "kv_memory_bytes", "tokens_per_step", "probe_tokens_per_step", "max_conversations", "max_waiting",
+            "checkpoint_queue_bytes", "checkpoint_max_count", "checkpoint_max_age_s",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name}: got {value}, expected at least 1; raise it")
+        for name in _ZERO_IS_NONE:
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ConfigError(f"{name}: got {value}, expected 0 (no such bound) or more; correct it")
         if not 0 <= self.num_threads <= MAX_THREADS:
             raise ConfigError(
                 f"num_threads: got {self.num_threads}, expected 0 (one per core) to {MAX_THREADS}; correct it"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from runtime.bad_words import BadWords
 from runtime.detokenizer import StopMatcher, TokenStream
+from runtime.history import HeldMessage, Rollback, Undo
 from runtime.policy.base import Policy
 from runtime.request import FinishReason, Request
 from runtime.step import SampleSpec
@@ -19,7 +21,13 @@ class Turn:
     prompt_end: index where its prompt ends; what follows was generated.
     ended_before: the conversation's `ended` before this turn.
     protect: [start, end) token ranges to protect.
+    bad_words: what the answer must not say; None: anything goes.
+    logprobs: of generated tokens, not told to the client yet.
+    history_end: where the newest user message begins; tokens before it are of earlier turns.
+    rollback: what the chat that the client sent departs from; None once the cache was rolled back, or nothing departs.
+    undo: what the turn took the place of.   protected_before: what was protected when the cache was rolled back.
     recomputed_tokens: tokens of earlier turns that this one computed again, and `recomputed_reason`: why.
+    passed: turns of other tenants that were let in before it since it found no room.
     """
 
     request: Request
@@ -41,8 +49,22 @@ class Turn:
     new_pages: int = 0
     recomputed_tokens: int = 0
     recomputed_reason: str = ""
+    passed: int = 0
+    bad_words: BadWords | None = None
+    logprobs: list[float] = field(default_factory=list)
+    history_end: int = 0
+    rollback: Rollback | None = None
+    undo: Undo = field(default_factory=Undo)
+    protected_before: list[tuple[int, int]] = field(default_factory=list)
     cancelled: bool = False
     end_reason: FinishReason | None = None
+
+    @property
+    def recomputed_note(self) -> str:
+        """What the client is told about tokens that had to be computed again."""
+        if not self.recomputed_tokens:
+            return ""
+        return f"{self.recomputed_reason}, {self.recomputed_tokens} tokens recomputed"
 
     def sample_spec(self, history: tuple[int, ...]) -> SampleSpec:
         """How to choose the next token; draws one number from the request's stream."""
@@ -56,6 +78,7 @@ class Turn:
             uniform=self.uniforms.random() if p.temperature > 0 else 0.0,
             history=history if p.frequency_penalty or p.presence_penalty else (),
             want_logprob=p.want_logprobs,
+            forbidden=self.bad_words.forbidden() if self.bad_words is not None else (),
         )
 
 
@@ -65,17 +88,29 @@ class Conversation:
 
     ended: whether the last answer closed with an end token.
     tenant: whose it is; its id means something to clients of this tenant only.
+    priority: of its last turn; conversations of a lower one give up their cache first.
+    num_computed: tokens [0, num_computed) have been in the cache, which may have been dropped since: computing them
+        once more is a loss that its client is told of. Whoever cuts `tokens` cuts this too.
+    loss: why the cache was dropped last.
+    messages: what `tokens` say, message by message.   system_tokens: how many of them are the system part.
+    is_unnamed: its client sends whole chats and gave no id; it is found by what it holds.
     """
 
     handle: int
     conversation_id: str | None
     policy: Policy
     tenant: str = ""
+    priority: int = 0
     tokens: list[int] = field(default_factory=list)
     turn: Turn | None = None
     ended: bool = True
     last_used_ns: int = 0
     end_requested: bool = False
+    num_computed: int = 0
+    loss: str = ""
+    messages: tuple[HeldMessage, ...] = ()
+    system_tokens: int = 0
+    is_unnamed: bool = False
 
     def num_pending(self, num_cached: int) -> int:
         """Tokens that are not in the cache yet; 1 while decoding."""

@@ -5,23 +5,31 @@ An id means nothing outside its tenant: every look-up by id names the tenant, so
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
+from runtime.chat_index import ChatIndex
 from runtime.conversation import Conversation
 from runtime.errors import UnknownConversationError
+
+# Conversations that the server ended of itself: so many are remembered, so that their clients can be told.
+MAX_ENDINGS = 4096
 
 
 class ConversationTable:
     """by_handle: all that are held, oldest first.
 
     idle: by handle, those that run no turn and may get another one; idle longest first.
+    chats: what those hold that have no id of their client's.
     """
 
     def __init__(self) -> None:
         self.by_handle: dict[int, Conversation] = {}
         self.idle: dict[int, Conversation] = {}
+        self.chats = ChatIndex()
         self._by_id: dict[tuple[str, str], Conversation] = {}
         self._by_request: dict[str, Conversation] = {}
+        self._endings: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._next_handle = 0
 
     def __len__(self) -> int:
@@ -38,7 +46,9 @@ class ConversationTable:
     def add(self, conversation: Conversation) -> None:
         self.by_handle[conversation.handle] = conversation
         if conversation.conversation_id is not None:
-            self._by_id[conversation.tenant, conversation.conversation_id] = conversation
+            key = conversation.tenant, conversation.conversation_id
+            self._by_id[key] = conversation
+            self._endings.pop(key, None)
 
     def find(self, tenant: str, conversation_id: str) -> Conversation | None:
         """The conversation that clients of `tenant` call so."""
@@ -48,26 +58,49 @@ class ConversationTable:
         """Raises UnknownConversationError for an id that the tenant does not have, whoever else may have it."""
         conversation = self.find(tenant, conversation_id)
         if conversation is None:
+            self.check_not_ended(tenant, conversation_id)
             raise UnknownConversationError(
                 f"conversation_id: got {conversation_id!r}, expected one that is held; it may have ended already"
             )
         return conversation
 
+    def check_not_ended(self, tenant: str, conversation_id: str) -> None:
+        """Raises UnknownConversationError for a conversation that the server ended of itself, saying why."""
+        reason = self._endings.get((tenant, conversation_id))
+        if reason is not None:
+            raise UnknownConversationError(
+                f"conversation_id: {conversation_id!r} was {reason}; send the whole chat as messages to go on with it, "
+                f"or begin a new one with another id (conversation_end makes this one free)"
+            )
+
+    def take_ending(self, tenant: str, conversation_id: str) -> str | None:
+        """Why the server ended that conversation ("ended after 600 s idle"), None if it did not. It is forgotten:
+        from now on the id is free."""
+        return self._endings.pop((tenant, conversation_id), None)
+
     def of_tenant(self, tenant: str) -> Iterator[Conversation]:
         """Those of one tenant, oldest first."""
         return (conversation for conversation in self if conversation.tenant == tenant)
 
-    def forget_id(self, conversation: Conversation) -> None:
-        """From now on clients do not know it; its id is free for a new one."""
+    def forget_id(self, conversation: Conversation, reason: str = "") -> None:
+        """From now on clients do not know it. reason: why the server ended it; "": its client did, and its id is free
+        for a new one."""
         self.idle.pop(conversation.handle, None)
-        if conversation.conversation_id is not None:
-            self._by_id.pop((conversation.tenant, conversation.conversation_id), None)
+        if conversation.conversation_id is None:
+            return
+        key = conversation.tenant, conversation.conversation_id
+        self._by_id.pop(key, None)
+        if reason:
+            self._endings[key] = reason
+            while len(self._endings) > MAX_ENDINGS:
+                self._endings.popitem(last=False)
 
     def remove(self, conversation: Conversation) -> None:
         """It is held no longer. One whose end was asked for lost its id then; the id may be another's by now."""
         if not conversation.end_requested:
             self.forget_id(conversation)
         self.idle.pop(conversation.handle, None)
+        self.chats.forget(conversation.handle)
         del self.by_handle[conversation.handle]
 
     # Running turns

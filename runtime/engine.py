@@ -13,10 +13,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
+from runtime.admission import Admission
 from runtime.answer import accept_token, finish_event
+from runtime.checkpoint_hook import CheckpointFigures, CheckpointHook, Revival
 from runtime.config import EngineLimits, ModelSpec, RuntimeConfig
 from runtime.conversation import Conversation
 from runtime.conversation_table import ConversationTable
@@ -49,6 +51,7 @@ class EngineParts:
     intake: Intake
     probe_prompt: tuple[int, ...]
     observer: Observer | None = None
+    checkpoints: CheckpointHook = field(default_factory=CheckpointHook)
     boundaries: frozenset[int] = frozenset()
 
 
@@ -60,44 +63,68 @@ class Engine:
         self._executor = parts.executor
         self._intake = parts.intake
         self._observer = parts.observer
+        self._checkpoints = parts.checkpoints
         self._eos = parts.spec.eos_token_ids
         self._max_seq_len = parts.limits.max_seq_len
         self._clock_ns = clock_ns
         self._manager = manager
         self._table = ConversationTable()
-        evictor = Evictor(manager, self._table)
-        self._scheduler = Scheduler(manager, evictor, parts.limits.max_batch_size, parts.config.tokens_per_step)
-        self._keeper = Keeper(self._table, manager, self._scheduler, parts.executor, parts.config, clock_ns)
+        self._figures = Figures()
+        self._admission = Admission(manager, parts.limits, parts.config)
+        evictor = Evictor(manager, self._table, self._figures)
+        self._scheduler = Scheduler(manager, evictor, self._admission, parts.limits.max_batch_size, parts.config)
+        self._keeper = Keeper(self._table, manager, self._scheduler, parts.executor, parts.config, self._figures)
         probe = ProbeSettings(
             parts.probe_prompt, parts.config.probe_tokens_per_step, parts.limits.max_seq_len, parts.boundaries
         )
         self._maintenance = Maintenance(manager, self._table.by_handle, probe, parts.config.watermark)
-        self._figures = Figures()
         self._lock = threading.RLock()
         self._arrivals = threading.Event()  # set by submit and cancel: a running probe gives way
         self._idle = True
 
     # Any thread
 
-    def submit(self, request: Request) -> None:
+    def prepare(self, request: Request) -> Revival | None:
+        """Does beforehand, without any lock, what would hold up others in `submit`, which takes the result.
+
+        Raises RequestError, and StoreUnavailableError where a conversation may lie in a store that does not answer.
+        """
+        self._intake.prepare(request)
+        with self._lock:
+            held = request.conversation_id is None or self._table.find(request.tenant, request.conversation_id)
+        return None if held else self._checkpoints.find(request)
+
+    def submit(self, request: Request, revival: Revival | None = None) -> None:
         """Queues a turn. Raises RequestError and its kin, with nothing changed, if it can never run."""
         with self._lock:
             conversation = self._intake.find(request, self._table)
-            self._intake.check_queue(len(self._scheduler.waiting))
+            waiting = self._scheduler.waiting
+            self._admission.check_queue(len(waiting), request.tenant, waiting.of_tenant(request.tenant))
             is_new = conversation is None
-            if conversation is None:
+            if conversation is None and revival is not None:
+                conversation = revival.conversation(self._table.take_handle())
+                self._intake.check_policy(request, conversation)
+            elif conversation is None:
+                self._check_not_ended(request)
                 conversation = self._intake.start(request, self._table.take_handle())
-            turn = self._intake.make_turn(request, conversation, self._clock_ns())
+            now_ns = self._clock_ns()
+            turn = self._intake.make_turn(request, conversation, now_ns, self._admission.check_size)
             if is_new:
-                self._keeper.open(conversation)
-            kv = self._manager[conversation.handle]
-            turn.reused_tokens, turn.reused_pages = kv.num_tokens, len(kv.pages)
-            for start, end in turn.protect:
-                kv.protect(start, end)
+                self._keeper.open(conversation, now_ns)
             conversation.turn = turn
+            if turn.rollback is None:
+                self._keeper.begin_turn(conversation)
+            conversation.priority = request.priority
+            if is_new and revival is not None:
+                self._checkpoints.revived(conversation, revival)
             self._table.turn_began(conversation)
             self._scheduler.add(conversation)
             self._wake()
+
+    def _check_not_ended(self, request: Request) -> None:
+        """A client that goes on with what the server ended is told so; one that sends all of the chat may."""
+        if request.conversation_id is not None and not request.messages:
+            self._table.check_not_ended(request.tenant, request.conversation_id)
 
     def cancel(self, request_id: str) -> None:
         """Undoes a turn at the next step boundary; unknown or finished requests are ignored."""
@@ -110,8 +137,15 @@ class Engine:
     def end_conversation(self, conversation_id: str, tenant: str = "") -> None:
         """Frees a conversation, after its turn if one is running. Raises UnknownConversationError."""
         with self._lock:
-            self._keeper.retire(self._table.known(tenant, conversation_id))
-            self._wake()
+            conversation = self._table.find(tenant, conversation_id)
+            if conversation is not None:
+                self._keeper.retire(conversation)
+                self._checkpoints.discard(conversation)
+                self._wake()
+                return
+            ended = self._table.take_ending(tenant, conversation_id) is not None
+        if not self._checkpoints.forget(tenant, conversation_id) and not ended:
+            self._table.known(tenant, conversation_id)
 
     def conversation(self, conversation_id: str, tenant: str = "") -> Conversation:
         """The conversation itself, to be looked at between two steps. Raises UnknownConversationError."""
@@ -147,6 +181,13 @@ class Engine:
         """Counts from here on only: what was done for warm-up is nobody's work."""
         with self._lock:
             self._figures.clear()
+
+    def checkpoint_figures(self) -> CheckpointFigures:
+        return self._checkpoints.figures()
+
+    def close(self, timeout_s: float) -> None:
+        """Writes checkpoints that wait. Called when nobody calls `step` any more."""
+        self._checkpoints.close(timeout_s)
 
     def has_turns(self) -> bool:
         """Whether a turn waits or runs."""
@@ -185,6 +226,8 @@ class Engine:
         started = self._clock_ns()
         with self._lock:
             self._arrivals.clear()
+            self._keeper.end_expired(started)
+            self._checkpoints.between_steps(self._make_room, self._scheduler.evictor.drop)
             ended = self._reap()
             work = None if ended else self._plan()
             self._keeper.release_dropped()
@@ -202,6 +245,9 @@ class Engine:
         return ended, not self._idle
 
     def _plan(self) -> Work | None:
+        for conversation in self._scheduler.waiting:
+            if conversation.turn is not None and conversation.turn.rollback is not None:
+                self._keeper.roll_back(conversation)
         return self._maintenance.urgent() or self._scheduler.plan(self._clock_ns()) or self._maintenance.idle()
 
     def _run(self, work: StepWork) -> list[Event]:
@@ -215,7 +261,7 @@ class Engine:
         ran = self._clock_ns()
         self._figures.execute_ns += ran - started
         with self._lock:
-            self._scheduler.settle(work)
+            self._scheduler.settle(work, ran - started)
             events = self._accept(work, result, ran)
             self._maintenance.step_done(work.conversations, result.signals)
             self._keeper.release_dropped()
@@ -244,9 +290,21 @@ class Engine:
         self._maintenance.turn_ended(conversation)
         if self._observer is not None:
             self._observer.turn_ended(conversation)
+        now_ns = self._clock_ns()
+        self._admission.turn_took((now_ns - turn.first_scheduled_ns) / 1e9)
         event = finish_event(conversation, turn, self._manager.stats(conversation.handle))
-        self._keeper.close_turn(conversation)
+        self._keeper.close_turn(conversation, now_ns)
+        if conversation.handle in self._manager:
+            self._checkpoints.changed(conversation)
+        elif not conversation.end_requested:  # else that was said when it was asked for
+            self._checkpoints.discard(conversation)
         return [event]
+
+    def _make_room(self) -> bool:
+        """Gives up the cache of one idle conversation, at once: what takes its place is about to be written."""
+        made = self._scheduler.make_room()
+        self._keeper.release_dropped()
+        return made
 
     def _run_probe(self, work: ProbeWork) -> None:
         started = self._clock_ns()
@@ -267,7 +325,7 @@ class Engine:
                 reservation = self._manager.reserve_publish(work.plan, line)
         except OutOfMemoryError:
             with self._lock:
-                if not self._scheduler.evictor.drop_idle():
+                if not self._scheduler.make_room():
                     self._maintenance.commit_failed()
                 self._keeper.release_dropped()
             return
@@ -279,6 +337,7 @@ class Engine:
             raise
         with self._lock:
             self._keeper.release(self._manager.settle_commit(reservation))
+            self._checkpoints.changed(self._table.by_handle[work.plan.handle])
             if self._observer is not None:
                 self._observer.committed(work.plan.handle, result)
         self._figures.count_commit(self._clock_ns() - started, result)
@@ -299,7 +358,7 @@ class Engine:
     def _fail(self, conversation: Conversation, error: Exception) -> list[Event]:
         turn = conversation.turn
         assert turn is not None
-        self._keeper.undo_turn(conversation)
+        self._keeper.undo_turn(conversation, self._clock_ns())
         return [ErrorEvent(turn.request.request_id, error)]
 
     # Endings
@@ -312,7 +371,7 @@ class Engine:
             if turn is not None and turn.cancelled:
                 turn.end_reason = "cancelled"
                 events.append(finish_event(conversation, turn, self._manager.stats(conversation.handle)))
-                self._keeper.undo_turn(conversation)
+                self._keeper.undo_turn(conversation, self._clock_ns())
             elif turn is None and conversation.end_requested:
                 self._keeper.remove(conversation)
         return events

@@ -47,8 +47,20 @@ class PromptTooLongError(RequestError):
     """More tokens than the engine's `max_seq_len` leaves room for."""
 
 
+class TurnTooLargeError(RequestError):
+    """A turn whose prompt and answer may need more KV memory than it can ever have."""
+
+
 class OutOfMemoryError(CommitKVError):
     """The KV memory cannot hold what was asked for, even after everything reclaimable was reclaimed."""
+
+
+class QueueFullError(OutOfMemoryError):
+    """Too many turns wait already. retry_after_s: whole seconds after which a place may be free."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class ServerStoppingError(CommitKVError):

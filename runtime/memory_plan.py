@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from plugins.layout import BlockLayout, PageLayout
@@ -83,6 +84,26 @@ def conversation_memory(model: ModelSpec, limits: EngineLimits, policy: Policy, 
         block_bytes=num_blocks * block_layout(model, limits, policy.block_format).stored_bytes,
         table_bytes=table_words * TABLE_ENTRY_BYTES,
     )
+
+
+def peak_memory(model: ModelSpec, limits: EngineLimits, policy: Policy, num_tokens: int, active_tokens: int) -> int:
+    """Bytes of pages and blocks that a conversation holds at most under a policy that compresses under pressure.
+
+    active_tokens: protected ones, and those that arrived since the last commit, besides the recent window. Blocks are
+    counted as full as `repack_ratio` lets them be at worst, and the budget as the warm-up has it at this length.
+    """
+    layout = page_layout(model, limits)
+    if num_tokens < policy.schedule.min_tokens:
+        return -(-num_tokens // limits.page_tokens) * layout.page_bytes
+    active = min(num_tokens, policy.schedule.recent_tokens + policy.protection.sink_tokens + active_tokens)
+    committed = num_tokens - active
+    given_up = policy.schedule.strength(num_tokens) * (committed - policy.expected_entries(committed))
+    entries = min(committed, math.ceil((committed - given_up) / policy.repack_ratio))
+    num_blocks = model.num_kv_rows * -(-entries // limits.block_entries)
+    # One page more: tokens that stay need not fill the pages that they are moved to.
+    num_pages = -(-active // limits.page_tokens) + 1
+    block_bytes = block_layout(model, limits, policy.block_format).stored_bytes
+    return num_pages * layout.page_bytes + num_blocks * block_bytes
 
 
 def committed_token_bytes(model: ModelSpec, limits: EngineLimits, policy: Policy) -> float:

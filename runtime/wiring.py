@@ -18,6 +18,9 @@ from plugins.linear.native import make_linear
 from plugins.pointwise.native import make_pointwise
 from runtime import manifest as manifests
 from runtime.chat_format import ChatFormat
+from runtime.checkpoint_hook import CheckpointHook
+from runtime.checkpoint_store import CheckpointStore, StoreLimits
+from runtime.checkpoints import Checkpoints, engine_fingerprint
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine, EngineParts
 from runtime.engine_interface import StepLimits, make_interface
@@ -26,6 +29,7 @@ from runtime.executor_torch import TORCH_FORMS, Forms, TorchExecutor
 from runtime.intake import Intake
 from runtime.kv_manager import KvManager
 from runtime.kv_storage import ArenaPlace, KvStorage
+from runtime.kv_transfer import KvTransfer
 from runtime.manifest import Manifest
 from runtime.paged_executor import PagedExecutor
 from runtime.policy.check import check_model
@@ -71,10 +75,11 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
         config=config,
         manager=manager,
         executor=executor,
-        intake=Intake(tokenizer, chat_format, limits.policy, limits.max_seq_len, config.max_waiting),
+        intake=Intake(tokenizer, chat_format, limits.policy, limits.max_seq_len),
         probe_prompt=tuple(probe_prompt),
         boundaries=boundary_tokens(manifest, probe_prompt),
         observer=_start_trace(config, manager, executor),
+        checkpoints=_open_checkpoints(config, manifest, manager, executor),
     )
 
 
@@ -85,6 +90,18 @@ def _start_trace(config: RuntimeConfig, manager: KvManager, executor: Executor) 
     assert isinstance(executor, PagedExecutor)
     executor.watcher = Trace(Path(config.trace_file), manager, manager.spec)
     return executor.watcher
+
+
+def _open_checkpoints(
+    config: RuntimeConfig, manifest: Manifest, manager: KvManager, executor: Executor
+) -> CheckpointHook:
+    """Raises ConfigError for a URL that cannot be written to."""
+    if not config.checkpoint_url:
+        return CheckpointHook()
+    assert isinstance(executor, PagedExecutor)
+    limits = StoreLimits(config.checkpoint_queue_bytes, config.checkpoint_max_count, config.checkpoint_max_age_s)
+    store = CheckpointStore(config.checkpoint_url, limits)
+    return Checkpoints(engine_fingerprint(manifest), manager, KvTransfer(executor.storage), store)
 
 
 def check_step_tokens(config: RuntimeConfig, step: StepLimits, prompt_tokens: int) -> None:

@@ -61,7 +61,7 @@ def make_engine(
     decoder = TorchDecoder(SPEC, weights, dtype, str(place.device))
     storage = KvStorage(SPEC, limits, manager.num_pages, manager.num_blocks, place)
     executor = make_executor(Model(decoder, limits, storage))
-    intake = Intake(CharTokenizer(), PlainChat(), limits.policy, limits.max_seq_len, CONFIG.max_waiting)  # type: ignore[arg-type]
+    intake = Intake(CharTokenizer(), PlainChat(), limits.policy, limits.max_seq_len)  # type: ignore[arg-type]
     return Engine(EngineParts(SPEC, limits, CONFIG, manager, executor, intake, probe_prompt=(5, 6, 7))), manager
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from simulated_executor import SimulatedExecutor
 
+from runtime.bad_words import TokenTexts
 from runtime.config import EngineLimits, ModelSpec, RopeSpec, RuntimeConfig
 from runtime.engine import Engine, EngineParts
 from runtime.intake import Intake
@@ -46,6 +47,9 @@ class CharTokenizer:
     def stream(self) -> CharStream:
         return CharStream()
 
+    def token_texts(self) -> TokenTexts:
+        return TokenTexts([b"", *(chr(32 + token_id).encode() for token_id in range(1, 97))])
+
 
 class CharStream:
     def step(self, token_id: int) -> str | None:
@@ -70,6 +74,12 @@ class PlainChat:
     def next_turn(self, user: str, previous_ended: bool) -> Rendered:
         return Rendered(f"<{user}>", 0, 1, 1 + len(user))
 
+    def answer(self, text: str) -> str:
+        return text
+
+    def plain(self, role: str, text: str) -> str:
+        return text
+
 
 def eager(policy: Policy, **changes: object) -> Policy:
     return dataclasses.replace(policy, schedule=EAGER, floor_entries=2, **changes)  # type: ignore[arg-type]
@@ -80,9 +90,11 @@ def make_engine(
 ) -> tuple[Engine, SimulatedExecutor, KvManager]:
     manager = KvManager(SPEC, limits, config.kv_memory_bytes)
     executor = SimulatedExecutor(limits.page_tokens, limits.block_entries, SPEC.num_kv_rows, lossless=lossless)
-    intake = Intake(CharTokenizer(), PlainChat(), policy, limits.max_seq_len, config.max_waiting)  # type: ignore[arg-type]
+    intake = Intake(CharTokenizer(), PlainChat(), policy, limits.max_seq_len)  # type: ignore[arg-type]
     parts = EngineParts(SPEC, limits, config, manager, executor, intake, probe_prompt=(5, 6, 7))
-    return Engine(parts), executor, manager
+    engine = Engine(parts)
+    executor.text_of = lambda handle: engine._table.by_handle[handle].tokens
+    return engine, executor, manager
 
 
 def drain(engine: Engine, max_steps: int = 1500) -> list[Event]:

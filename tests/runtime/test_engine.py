@@ -10,6 +10,7 @@ from runtime.errors import (
     OutOfMemoryError,
     PromptTooLongError,
     RequestError,
+    TurnTooLargeError,
     UnknownConversationError,
     UnknownPolicyError,
 )
@@ -217,11 +218,9 @@ def test_when_pages_run_out_turns_wait_and_all_finish_with_the_same_text() -> No
 
 def test_a_turn_that_fits_nowhere_is_refused_with_the_reason() -> None:
     engine, _, manager = make_engine(memory_for(10))
-    engine.submit(ask("a", "x" * 200))
-    end = last_of(drain(engine), "a")
-    assert isinstance(end, ErrorEvent) and isinstance(end.error, OutOfMemoryError)
-    assert "kv_memory_bytes" in str(end.error)
-    assert manager.budget.used_bytes == 0
+    with pytest.raises(TurnTooLargeError, match=r"202 tokens .* max_tokens 10 .* raise kv_memory_bytes"):
+        engine.submit(ask("a", "x" * 200, "c"))
+    assert engine.stats().conversations == 0 and manager.budget.used_bytes == 0
 
 
 def test_idle_conversations_give_up_their_cache_and_come_back() -> None:

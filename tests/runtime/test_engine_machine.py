@@ -106,7 +106,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         tokens = [(0, position, token) for position, token in enumerate(conversation.tokens)]
         for i in range(len(tokens) - num_generated, len(tokens)):
-            assert tokens[i][2] == self.executor._next(tokens[:i]), f"token {i} is wrong"
+            assert tokens[i][2] == self.executor._next(tokens[:i], ()), f"token {i} is wrong"
 
     @invariant()
     def memory_is_bounded(self) -> None:
