@@ -65,9 +65,9 @@ def _who(request: Request) -> dict[str, object]:
     }
 
 
-def turn_began(request: Request) -> None:
-    """A turn was queued."""
-    event(logging.DEBUG, "turn began", {**_who(request), "max_tokens": request.sampling.max_tokens})
+def turn_arrived(request: Request) -> None:
+    """A turn is about to be queued, or refused."""
+    event(logging.DEBUG, "turn arrived", {**_who(request), "max_tokens": request.sampling.max_tokens})
 
 
 def turn_ended(request: Request, finish: FinishEvent) -> None:

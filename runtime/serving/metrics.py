@@ -38,10 +38,12 @@ MakeInstrument = Callable[[MetricSpec, Mapping[str, str]], Instrument]
 class Metrics:
     """Every metric of the table with every label value, from the start, so that rates have a zero to begin at.
 
-    Not thread-safe: one thread reports. A value that did not change is not sent again.
+    Not thread-safe: one thread reports. A value that did not change is not sent again. Keeps `make`, which may own what
+    the instruments belong to.
     """
 
     def __init__(self, make: MakeInstrument) -> None:
+        self._make = make
         self._instruments = {
             (spec.name, value): make(spec, {spec.label: value} if spec.label else {})
             for spec in ALL_METRICS

@@ -47,7 +47,7 @@ class NoWatch:
 
 
 @dataclass(frozen=True)
-class _Began:
+class _Arrived:
     request: Request
 
 
@@ -65,7 +65,7 @@ class _Refused:
     error: Exception
 
 
-_Note = _Began | _Happened | _Refused
+_Note = _Arrived | _Happened | _Refused
 
 
 class Reporter:
@@ -83,7 +83,7 @@ class Reporter:
         self._thread.start()
 
     def follow(self, request: Request, on_event: Callable[[Event], None]) -> Callable[[Event], None]:
-        self._notes.put(_Began(request))
+        self._notes.put(_Arrived(request))
 
         def told(event: Event) -> None:
             self._notes.put(_Happened(request, event, self._clock_ns()))
@@ -126,8 +126,8 @@ class Reporter:
 
     def _report(self, note: _Note) -> None:
         match note:
-            case _Began(request):
-                logs.turn_began(request)
+            case _Arrived(request):
+                logs.turn_arrived(request)
             case _Refused(request_id, conversation_id, error):
                 logs.refused(request_id, conversation_id, error, refusal_reason(error))
                 if self._metrics is not None:

@@ -32,7 +32,7 @@ def lines(stream: io.StringIO) -> list[dict[str, object]]:
 def test_a_turn_is_one_line_with_its_ids_and_no_text(stream: io.StringIO) -> None:
     logs.configure("info", stream)
     request = Request("r#1", "the secret is xyzzy", conversation_id="ada", system_prompt="xyzzy too", tenant="acme")
-    logs.turn_began(request)
+    logs.turn_arrived(request)
     stats = TurnStats(1_000_000, 3_000_000, 5_000_000, 9_000_000, 7, 3, 4, kv=KvStats(kv_bytes=50, kv_full_bytes=100))
     logs.turn_ended(request, FinishEvent("r#1", "stop", "xyzzy", stats))
     [line] = lines(stream)
@@ -45,10 +45,10 @@ def test_a_turn_is_one_line_with_its_ids_and_no_text(stream: io.StringIO) -> Non
     assert str(line["time"]).endswith("Z")
 
 
-def test_debug_also_tells_when_a_turn_begins(stream: io.StringIO) -> None:
+def test_debug_also_tells_when_a_turn_arrives(stream: io.StringIO) -> None:
     logs.configure("debug", stream)
-    logs.turn_began(Request("r", "hello"))
-    assert [line["event"] for line in lines(stream)] == ["turn began"]
+    logs.turn_arrived(Request("r", "hello"))
+    assert [line["event"] for line in lines(stream)] == ["turn arrived"]
 
 
 def test_a_refusal_says_what_it_is_about_and_quotes_nothing(stream: io.StringIO) -> None:
