@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from runtime.bad_words import TokenTexts
+
 
 class TokenStream(Protocol):
     """Incremental decoding; None while a character is still incomplete."""
@@ -26,6 +28,10 @@ class Tokenizer(Protocol):
         ...
 
     def stream(self) -> TokenStream: ...
+
+    def token_texts(self) -> TokenTexts:
+        """What each token adds to an answer. Raises RequestError for a tokenizer that does not tell."""
+        ...
 
 
 class StopMatcher:

@@ -7,8 +7,10 @@ from pathlib import Path
 import tokenizers
 from tokenizers.decoders import DecodeStream
 
+from runtime.bad_words import TokenTexts
 from runtime.detokenizer import TokenStream
 from runtime.errors import ManifestError
+from runtime.token_bytes import token_bytes
 
 
 class EngineTokenizer:
@@ -28,6 +30,7 @@ class EngineTokenizer:
         self._literal.encode_special_tokens = True
         self._special_tokens = special_tokens
         self._bos_token_id = bos_token_id
+        self._token_texts: TokenTexts | None = None
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     def encode(self, text: str, literal: tuple[int, int] | None = None) -> tuple[list[int], list[tuple[int, int]]]:
@@ -54,6 +57,12 @@ class EngineTokenizer:
 
     def stream(self) -> TokenStream:
         return _Stream(self._tokenizer)
+
+    def token_texts(self) -> TokenTexts:
+        """See `runtime.detokenizer.Tokenizer`. Made at the first call: a third of a second for 50,000 tokens."""
+        if self._token_texts is None:
+            self._token_texts = TokenTexts(token_bytes(self._tokenizer))
+        return self._token_texts
 
 
 class _Stream:

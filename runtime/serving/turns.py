@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -24,19 +25,17 @@ from runtime.errors import (
     UnknownConversationError,
 )
 from runtime.request import ErrorEvent, Event, KvStats, Request, TextEvent
-from runtime.serving.contract import (
-    EndCall,
-    InputTensor,
+from runtime.serving.contract import EndCall, Origin, StatsCall, StopCall, TurnCall, parse_call
+from runtime.serving.responses import (
     OutputTensor,
-    StatsCall,
-    StopCall,
-    TurnCall,
+    Piece,
     empty_outputs,
     finish_outputs,
-    parse_call,
     stats_outputs,
     text_outputs,
 )
+from runtime.serving.tensors import InputTensor
+from runtime.serving.watch import NoWatch, Watch
 
 ErrorCode = Literal["INVALID_ARG", "NOT_FOUND", "ALREADY_EXISTS", "UNAVAILABLE", "CANCELLED", "INTERNAL"]
 CANCEL_POLL_S = 0.05
@@ -67,13 +66,35 @@ class Loop(Protocol):
 
     def cancel(self, request_id: str) -> None: ...
 
-    def end_conversation(self, conversation_id: str) -> None: ...
+    def end_conversation(self, conversation_id: str, tenant: str = "") -> None: ...
 
     def stats(self) -> Any: ...
 
-    def kv_stats(self, conversation_id: str) -> KvStats: ...
+    def kv_stats(self, conversation_id: str, tenant: str = "") -> KvStats: ...
 
     def close(self, grace_s: float) -> None: ...
+
+
+class Ids(Protocol):
+    """Draws and checks conversation ids."""
+
+    def new_id(self, tenant: str) -> str:
+        """An id that nobody can guess."""
+        ...
+
+    def check(self, tenant: str, conversation_id: str) -> None:
+        """Raises RequestError for an id that the tenant cannot have."""
+        ...
+
+
+class RandomIds:
+    """Random ids; clients may also choose their own."""
+
+    def new_id(self, tenant: str) -> str:
+        return secrets.token_urlsafe(16)
+
+    def check(self, tenant: str, conversation_id: str) -> None:
+        pass
 
 
 def error_code(error: Exception) -> ErrorCode:
@@ -97,9 +118,22 @@ class _Turn:
     client_id: str
     sink: Sink
     pieces: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     client_gone: bool = False
     answered: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, text: str, logprobs: Sequence[float]) -> None:
+        """More of the answer, to be sent."""
+        self.pieces.append(text)
+        self.logprobs += logprobs
+
+    def take(self, cumulative_logprob: float) -> Piece:
+        """What has not been sent yet."""
+        piece = Piece("".join(self.pieces), tuple(self.logprobs), cumulative_logprob)
+        self.pieces.clear()
+        self.logprobs.clear()
+        return piece
 
     def finish(self, outputs: tuple[OutputTensor, ...]) -> None:
         """The last response."""
@@ -113,6 +147,10 @@ class _Turn:
             self.answered = True
             self.sink.fail(code, message)
 
+    def is_meant(self, call: StopCall) -> bool:
+        """Whether `call` cancels this turn: a tenant cannot stop another's."""
+        return (self.client_id, self.call.request.tenant) == (call.client_id, call.tenant)
+
     def has_left(self) -> bool:
         """Whether the client has just left; False once the turn is answered or known to be left."""
         with self.lock:
@@ -125,8 +163,17 @@ class _Turn:
 class Turns:
     """Owns every request from `handle` to its final response."""
 
-    def __init__(self, loop: Loop, default_policy: str | None = None, log: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        default_policy: str | None = None,
+        log: Callable[[str], None] = print,
+        ids: Ids | None = None,
+        watch: Watch | None = None,
+    ) -> None:
         self._loop = loop
+        self._ids = ids or RandomIds()
+        self._reports = watch or NoWatch()
         self._default_policy = default_policy
         self._log = log
         self._numbers = itertools.count(1)
@@ -139,22 +186,45 @@ class Turns:
         self._sender.start()
         self._watcher.start()
 
-    def handle(self, tensors: Sequence[InputTensor], client_id: str, sink: Sink) -> None:
-        """Take one request; its responses, or its one error, go to `sink`. Never raises for bad input."""
+    def handle(
+        self,
+        tensors: Sequence[InputTensor],
+        client_id: str,
+        sink: Sink,
+        parameters: Mapping[str, object] | None = None,
+    ) -> None:
+        """Take one request; its responses, or its one error, go to `sink`. Never raises for bad input.
+
+        parameters: the request's own, forwarded headers among them.
+        """
+        engine_id = f"{client_id or 'turn'}#{next(self._numbers)}"
         try:
-            call = parse_call(tensors, client_id, f"{client_id or 'turn'}#{next(self._numbers)}")
+            call = parse_call(tensors, Origin(engine_id, client_id, parameters or {}))
             if isinstance(call, TurnCall):
-                self._start(call, client_id, sink)
+                self._start(self._identified(call), client_id, sink)
             elif isinstance(call, StopCall):
-                self._stop(call.client_id)
+                self._stop(call)
                 sink.send(empty_outputs(), True)
             elif isinstance(call, EndCall):
-                self._loop.end_conversation(call.conversation_id)
+                self._ids.check(call.tenant, call.conversation_id)
+                self._loop.end_conversation(call.conversation_id, call.tenant)
                 sink.send(empty_outputs(), True)
             else:
                 sink.send(self._stats(call), True)
         except CommitKVError as error:
+            self._reports.refused(engine_id, None, error)
             sink.fail(error_code(error), str(error))
+
+    def _identified(self, call: TurnCall) -> TurnCall:
+        """With a new id where the client asked for one, which the responses will tell; with a checked one else."""
+        request = call.request
+        if call.new_conversation:
+            new_id = self._ids.new_id(request.tenant)
+            choice = replace(call.choice, conversation_id=new_id)
+            return replace(call, request=replace(request, conversation_id=new_id), choice=choice)
+        if request.conversation_id is not None:
+            self._ids.check(request.tenant, request.conversation_id)
+        return call
 
     def _start(self, call: TurnCall, client_id: str, sink: Sink) -> None:
         call = replace(call, request=self._with_policy(call.request))
@@ -165,8 +235,9 @@ class Turns:
         with self._lock:
             self._turns[engine_id] = turn
         try:
-            self._loop.submit(call.request, self._events.put)
+            self._loop.submit(call.request, self._reports.follow(call.request, self._events.put))
         except CommitKVError as error:
+            self._reports.refused(engine_id, call.request.conversation_id, error)
             self._forget(engine_id)
             turn.fail(error_code(error), str(error))
 
@@ -176,25 +247,28 @@ class Turns:
             return request
         if request.conversation_id is not None:
             try:
-                self._loop.kv_stats(request.conversation_id)
+                self._loop.kv_stats(request.conversation_id, request.tenant)
             except UnknownConversationError:
                 return replace(request, policy=self._default_policy)
             return request
         return replace(request, policy=self._default_policy)
 
-    def _stop(self, client_id: str) -> None:
+    def _stop(self, call: StopCall) -> None:
         with self._lock:
-            engine_ids = [key for key, turn in self._turns.items() if turn.client_id == client_id]
+            engine_ids = [key for key, turn in self._turns.items() if turn.is_meant(call)]
         if not engine_ids:
             raise UnknownConversationError(
-                f"stop: no request with id {client_id!r} is running, expected the id of one that is; it may have ended"
+                f"stop: no request with id {call.client_id!r} is running, expected the id of one that is; "
+                f"it may have ended"
             )
         for engine_id in engine_ids:
             self._loop.cancel(engine_id)
 
     def _stats(self, call: StatsCall) -> tuple[OutputTensor, ...]:
-        kv = None if call.conversation_id is None else self._loop.kv_stats(call.conversation_id)
-        return stats_outputs(kv, self._engine_stats())
+        if call.conversation_id is None:
+            return stats_outputs(None, self._engine_stats())
+        self._ids.check(call.tenant, call.conversation_id)
+        return stats_outputs(self._loop.kv_stats(call.conversation_id, call.tenant), self._engine_stats())
 
     def _engine_stats(self) -> Mapping[str, object]:
         stats = self._loop.stats()
@@ -219,11 +293,9 @@ class Turns:
     def _send(self, turn: _Turn, event: Event) -> None:
         choice = turn.call.choice
         if isinstance(event, TextEvent):
-            turn.pieces.append(event.text)
+            turn.add(event.text, event.logprobs)
             if choice.streaming and not turn.client_gone:
-                text = "".join(turn.pieces)
-                turn.pieces.clear()
-                turn.sink.send(text_outputs(text, event.cumulative_logprob, choice), False)
+                turn.sink.send(text_outputs(turn.take(event.cumulative_logprob), choice), False)
             return
         self._forget(event.request_id)
         if isinstance(event, ErrorEvent):
@@ -232,7 +304,8 @@ class Turns:
             turn.fail("CANCELLED", "request cancelled by the client")
         else:
             stats = self._engine_stats() if choice.perf_metrics else {}
-            turn.finish(finish_outputs("".join(turn.pieces), event, choice, stats))
+            turn.add("", event.logprobs)
+            turn.finish(finish_outputs(turn.take(event.cumulative_logprob), event, choice, stats))
 
     def _forget(self, engine_id: str) -> None:
         with self._lock:

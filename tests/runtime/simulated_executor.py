@@ -65,14 +65,19 @@ class SimulatedExecutor:
             assert tokens[-1][1] == last, "the newest token must be the last in table order"
             assert max(position for _, position, _ in tokens) == last
             if sequence.sample is not None:
-                sampled.append(SampledToken(sequence.handle, self._next(tokens)))
+                token = self._next(tokens, sequence.sample.forbidden)
+                logprob = -1.0 / (token + 1) if sequence.sample.want_logprob else None
+                sampled.append(SampledToken(sequence.handle, token, logprob))
         return StepResult(tuple(sampled))
 
-    def _next(self, tokens: list[Token]) -> int:
+    def _next(self, tokens: list[Token], forbidden: tuple[int, ...]) -> int:
         value = 7
         for position, token_id in sorted({(p, t) for _, p, t in tokens}):
             value = (value * 31 + position * 17 + token_id) % 1_000_003
-        return value % self.vocab_size
+        token = value % self.vocab_size
+        while token in forbidden:
+            token = (token + 1) % self.vocab_size
+        return token
 
     def _write(self, sequence: SequencePlan | ProbePlan) -> None:
         assert len(sequence.slots) == len(sequence.token_ids)

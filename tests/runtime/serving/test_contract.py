@@ -1,4 +1,3 @@
-import json
 from math import prod
 
 import pytest
@@ -6,30 +5,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.errors import RequestError
-from runtime.request import FinishEvent, KvStats, TurnStats
+from runtime.request import MAX_BAD_WORDS, Message
 from runtime.serving.contract import (
     INPUTS,
-    OUTPUTS,
     EndCall,
-    InputTensor,
+    Origin,
     OutputChoice,
     StatsCall,
     StopCall,
     TurnCall,
-    Value,
-    finish_outputs,
     parse_call,
-    stats_outputs,
-    text_outputs,
 )
+from runtime.serving.tensors import InputTensor, Value
+
+CHAT = b'[{"role": "user", "content": "hi"}]'
 
 
 def one(name: str, value: Value) -> InputTensor:
     return InputTensor(name, INPUTS[name].dtype, (1,), [value])
 
 
-def parse(*tensors: InputTensor, client_id: str = "c") -> object:
-    return parse_call(tensors, client_id, "engine-1")
+def parse(*tensors: InputTensor, client_id: str = "c", **parameters: object) -> object:
+    return parse_call(tensors, Origin("engine-1", client_id, parameters))
 
 
 def turn(*tensors: InputTensor, text: bytes = b"hello") -> TurnCall:
@@ -46,6 +43,9 @@ def test_a_turn_with_everything() -> None:
         one("sampling_param_top_k", 40),
         one("sampling_param_top_p", 0.9),
         InputTensor("sampling_param_stop", "STRING", (2,), [b"\n\n", b"ende"]),
+        InputTensor("sampling_param_bad", "STRING", (2,), [b"darn", "bl\u00f6d".encode()]),
+        one("sampling_param_end_id", 7),
+        one("sampling_param_best_of", 1),
         one("sampling_param_seed", 2**64 - 1),
         one("sampling_param_frequency_penalty", 0.1),
         one("sampling_param_presence_penalty", -0.1),
@@ -54,21 +54,24 @@ def test_a_turn_with_everything() -> None:
         one("return_finish_reason", True),
         one("return_stop_reason", True),
         one("return_cumulative_logprob", True),
+        one("return_log_probs", True),
         one("conversation_id", "gespräch".encode()),
         one("conversation_end", True),
         one("system_prompt", b"be brief"),
         InputTensor("protect", "INT32", (2, 2), [0, 2, 3, 5]),
         one("kv_policy", b"full"),
+        one("priority", -3),
     )
     request, sampling = call.request, call.request.sampling
     assert (sampling.max_tokens, sampling.top_k, sampling.seed) == (7, 40, 2**64 - 1)
     assert (sampling.temperature, sampling.top_p, sampling.stop) == (0.5, 0.9, ("\n\n", "ende"))
-    assert sampling.want_logprobs
+    assert sampling.want_logprobs and sampling.bad == ("darn", "bl\u00f6d") and sampling.end_id == 7
+    assert request.priority == -3 and request.tenant == "" and request.request_id == "engine-1"
     assert request.conversation_id == "gespräch" and request.end_conversation
     assert request.protect == ((0, 2), (3, 5))
     assert request.policy == "full" and request.system_prompt == "be brief"
     assert not request.exclude_input_from_output
-    assert call.choice == OutputChoice(True, True, True, True, True)
+    assert call.choice == OutputChoice(True, True, True, True, True, True)
 
 
 def test_defaults_are_greedy_and_whole() -> None:
@@ -104,7 +107,6 @@ def test_calls_that_run_no_turn() -> None:
         (one("sampling_param_presence_penalty", -3.0), "sampling_param_presence_penalty"),
         (one("sampling_param_stop", b""), "sampling_param_stop: got an empty stop string"),
         (one("sampling_param_stop", b"\xc3"), "^sampling_param_stop: .*UTF-8"),
-        (one("conversation_id", b""), "conversation_id: got ''"),
         (one("conversation_id", b"x" * 257), "conversation_id: .*257 characters"),
         (one("conversation_id", b"a\nb"), "conversation_id"),
         (one("conversation_end", True), "conversation_end"),
@@ -112,13 +114,81 @@ def test_calls_that_run_no_turn() -> None:
         (InputTensor("protect", "INT32", (1, 2), [-1, 3]), r"protect: got \[-1, 3\)"),
         (InputTensor("protect", "INT32", (1, 2), [3, 3]), r"protect: got \[3, 3\)"),
         (InputTensor("protect", "INT32", (1, 2), [0, 6]), "<= 5"),
+        (one("sampling_param_bad", b""), "sampling_param_bad: got an empty text"),
+        (InputTensor("sampling_param_bad", "STRING", (1,), [b"x" * 257]), "sampling_param_bad: got 1 words"),
+        (InputTensor("sampling_param_bad", "STRING", (129,), [b"x"] * 129), f"at most {MAX_BAD_WORDS} of at most"),
+        (one("sampling_param_best_of", 2), "sampling_param_best_of: got 2, expected 1"),
+        (one("priority", 101), "priority: got 101, expected -100 to 100"),
+        (InputTensor("messages", "STRING", (2,), [CHAT, CHAT]), r"messages: got shape \[2\]"),
+        (one("messages", CHAT), "text_input: got it together with messages"),
         (InputTensor("beam_width", "INT32", (1,), [1]), "beam_width: unknown input tensor"),
     ],
 )
 def test_bad_tensors_are_refused_by_name(tensor: InputTensor, part: str) -> None:
     tensors = [tensor] if tensor.name == "text_input" else [one("text_input", b"hello"), tensor]
     with pytest.raises(RequestError, match=part):
-        parse_call(tensors, "", "engine-1")
+        parse_call(tensors, Origin("engine-1"))
+
+
+def test_one_tensor_twice_is_refused() -> None:
+    with pytest.raises(RequestError, match="streaming: got the tensor twice"):
+        turn(one("streaming", True), one("streaming", False))
+
+
+def test_a_whole_chat_takes_the_place_of_the_text() -> None:
+    alone = parse(one("messages", CHAT))
+    named = parse(one("messages", CHAT), one("conversation_id", b"c"), one("conversation_end", True))
+    assert isinstance(alone, TurnCall) and isinstance(named, TurnCall)
+    assert alone.request.messages == named.request.messages == (Message("user", "hi"),)
+    assert alone.request.text == "" and alone.request.conversation_id is None
+    assert named.request.conversation_id == "c" and named.request.end_conversation
+
+
+@pytest.mark.parametrize(
+    ("tensor", "part"),
+    [
+        (one("system_prompt", b"be brief"), "system_prompt: got it together with messages"),
+        (InputTensor("protect", "INT32", (1, 2), [0, 1]), "protect: got it together with messages"),
+        (one("sampling_param_exclude_input_from_output", False), "exclude_input_from_output: got it together"),
+    ],
+)
+def test_what_does_not_go_with_a_whole_chat(tensor: InputTensor, part: str) -> None:
+    with pytest.raises(RequestError, match=part):
+        parse(one("messages", CHAT), tensor)
+
+
+def test_an_empty_conversation_id_asks_for_a_new_one() -> None:
+    call = turn(one("conversation_id", b""))
+    assert call.new_conversation and call.request.conversation_id is None
+    assert not turn().new_conversation
+    assert turn(one("conversation_id", b""), one("conversation_end", True)).new_conversation
+    with pytest.raises(RequestError, match="conversation_id: got '' with stats"):
+        parse(one("conversation_id", b""), one("stats", True))
+    with pytest.raises(RequestError, match="conversation_end: got true without conversation_id"):
+        parse(one("conversation_id", b""), one("conversation_end", True))
+
+
+@pytest.mark.parametrize("name", ["commitkv_tenant", "commitkv-tenant", "Commitkv-Tenant"])
+def test_the_tenant_is_the_front_ends_word(name: str) -> None:
+    calls = [
+        parse(one("text_input", b"x"), **{name: "acme", "other": 3}),
+        parse(one("stats", True), **{name: "acme"}),
+        parse(one("stop", True), **{name: "acme"}),
+        parse(one("conversation_end", True), one("conversation_id", b"a"), **{name: "acme"}),
+    ]
+    assert isinstance(calls[0], TurnCall) and calls[0].request.tenant == "acme"
+    assert calls[1:] == [StatsCall(None, "acme"), StopCall("c", "acme"), EndCall("a", "acme")]
+
+
+@pytest.mark.parametrize("value", ["", "a\nb", "x" * 257])
+def test_a_tenant_is_printable(value: str) -> None:
+    with pytest.raises(RequestError, match="commitkv_tenant: got"):
+        parse(one("text_input", b"x"), commitkv_tenant=value)
+
+
+def test_a_client_cannot_add_a_second_tenant() -> None:
+    with pytest.raises(RequestError, match="commitkv_tenant: got 2 different values"):
+        parse(one("text_input", b"x"), **{"commitkv-tenant": "mine", "commitkv_tenant": "yours"})
 
 
 def test_no_text_and_no_id_to_stop() -> None:
@@ -147,38 +217,8 @@ def input_tensors(draw: st.DrawFn) -> InputTensor:
 @given(st.lists(input_tensors(), max_size=5), st.text(max_size=3))
 def test_any_tensors_give_a_call_or_a_request_error(tensors: list[InputTensor], client_id: str) -> None:
     try:
-        call = parse_call(tensors, client_id, "engine-1")
+        call = parse_call(tensors, Origin("engine-1", client_id))
     except RequestError as error:
         assert "expected" in str(error)
     else:
         assert isinstance(call, TurnCall | StopCall | EndCall | StatsCall)
-
-
-EVENT = FinishEvent(
-    "r", "stop", "END", TurnStats(1, 2, 3, 4, 5, 6, 7, 8, 2, 9, 10, KvStats(100, 400, 1, 2, 3, 4, 150)), -1.5
-)
-
-
-def test_finish_outputs_hold_what_was_asked_for() -> None:
-    plain = {o.name: o.values for o in finish_outputs("", EVENT, OutputChoice(), {})}
-    assert plain == {
-        "text_output": (b"",), "kv_bytes": (100,), "kv_full_bytes": (400,), "kv_state_tokens": (1, 2, 3, 4),
-    }  # fmt: skip
-    everything = finish_outputs("ü", EVENT, OutputChoice(False, True, True, True, True), {"engine": {}})
-    by_name = {o.name: o.values for o in everything}
-    assert set(by_name) == set(OUTPUTS)
-    assert by_name["text_output"] == ("ü".encode(),)
-    assert by_name["finish_reason"] == (b"stop",) and by_name["stop_reason"] == (b"END",)
-    assert by_name["cumulative_logprob"] == (-1.5,)
-    assert by_name["kv_cache_hit_rate"] == (0.8,)
-    stats = by_name["engine_stats"][0]
-    assert isinstance(stats, bytes) and json.loads(stats)["turn"]["kv"]["peak_kv_bytes"] == 150
-
-
-def test_pieces_and_reports() -> None:
-    assert [o.name for o in text_outputs("a", -1.0, OutputChoice())] == ["text_output"]
-    assert [o.name for o in text_outputs("a", -1.0, OutputChoice(cumulative_logprob=True))][1] == "cumulative_logprob"
-    by_name = {o.name: o for o in stats_outputs(None, {"engine": {"idle": True}})}
-    assert by_name["kv_bytes"].values == (0,) and by_name["kv_bytes"].dtype == "INT64"
-    report = by_name["engine_stats"].values[0]
-    assert isinstance(report, bytes) and json.loads(report) == {"engine": {"idle": True}, "conversation": None}

@@ -9,7 +9,9 @@ import pytest
 
 from runtime.errors import ConversationBusyError, OutOfMemoryError, UnknownConversationError
 from runtime.request import ErrorEvent, Event, FinishEvent, KvStats, Request, TextEvent, TurnStats
-from runtime.serving.contract import INPUTS, InputTensor, OutputTensor, Value
+from runtime.serving.contract import INPUTS
+from runtime.serving.responses import OutputTensor
+from runtime.serving.tensors import InputTensor, Value
 from runtime.serving.turns import Turns, error_code, process_stats
 
 
@@ -39,15 +41,15 @@ class HandLoop:
         self.cancelled.append(request_id)
         self.emit(FinishEvent(request_id, "cancelled", "", TurnStats()))
 
-    def end_conversation(self, conversation_id: str) -> None:
+    def end_conversation(self, conversation_id: str, tenant: str = "") -> None:
         if conversation_id == "unknown":
             raise UnknownConversationError("conversation_id: got 'unknown'")
-        self.ended.append(conversation_id)
+        self.ended.append(tenant + conversation_id)
 
     def stats(self) -> Stats:
         return Stats()
 
-    def kv_stats(self, conversation_id: str) -> KvStats:
+    def kv_stats(self, conversation_id: str, tenant: str = "") -> KvStats:
         if conversation_id == "new":
             raise UnknownConversationError("conversation_id: got 'new'")
         return KvStats(kv_bytes=5)
@@ -64,6 +66,7 @@ class ListSink:
 
     def __init__(self) -> None:
         self.texts: list[str] = []
+        self.logprobs: list[tuple[Value, ...]] = []
         self.outputs: dict[str, tuple[Value, ...]] = {}
         self.error: tuple[str, str] | None = None
         self.done = threading.Event()
@@ -79,6 +82,7 @@ class ListSink:
         text = self.outputs["text_output"][0]
         assert isinstance(text, bytes)
         self.texts.append(text.decode())
+        self.logprobs.append(self.outputs.get("output_log_probs", ()))
         if final:
             self.done.set()
 
@@ -109,9 +113,10 @@ def one(name: str, value: Value) -> InputTensor:
     return InputTensor(name, INPUTS[name].dtype, (1,), [value])
 
 
-def start(turns: Turns, *tensors: InputTensor, client_id: str = "c") -> ListSink:
+def start(turns: Turns, *tensors: InputTensor, client_id: str = "c", tenant: str = "") -> ListSink:
     sink = ListSink()
-    turns.handle([one("text_input", b"hello"), *tensors], client_id, sink)
+    parameters = {"commitkv-tenant": tenant} if tenant else {}
+    turns.handle([one("text_input", b"hello"), *tensors], client_id, sink, parameters)
     return sink
 
 
@@ -207,6 +212,71 @@ def test_stop_cancels_by_client_id_and_keeps_the_text(loop: HandLoop, turns: Tur
     assert late.error is not None and late.error[0] == "NOT_FOUND"
 
 
+def test_stop_reaches_every_request_of_that_id_and_no_other_tenants(loop: HandLoop, turns: Turns) -> None:
+    first, second = start(turns, tenant="a"), start(turns, tenant="a")
+    others = start(turns, tenant="b")
+    stop, nobody = ListSink(), ListSink()
+    turns.handle([one("stop", True)], "c", nobody)
+    assert nobody.error is not None and nobody.error[0] == "NOT_FOUND"
+    turns.handle([one("stop", True)], "c", stop, {"commitkv_tenant": "a"})
+    assert first.done.wait(5) and second.done.wait(5) and not others.done.is_set()
+    finish(loop, 2)
+    assert others.done.wait(5) and others.error is None
+
+
+def test_log_probabilities_are_one_per_token_however_the_text_comes(loop: HandLoop, turns: Turns) -> None:
+    asked = (one("return_log_probs", True), one("return_cumulative_logprob", True))
+    streamed, whole = start(turns, one("streaming", True), *asked), start(turns, *asked)
+    for request in loop.requests:
+        loop.emit(TextEvent(request.request_id, "a", -0.5, (-0.5,)))
+        loop.emit(TextEvent(request.request_id, "b", -2.0, (-0.5, -1.0)))
+        loop.emit(FinishEvent(request.request_id, "stop", "", TurnStats(), -2.25, (-0.25,)))
+    assert streamed.done.wait(5) and whole.done.wait(5)
+    assert streamed.logprobs == [(-0.5,), (-0.5, -1.0), (-0.25,)]
+    assert whole.logprobs == [(-0.5, -0.5, -1.0, -0.25)]
+    assert whole.outputs["cumulative_logprob"] == streamed.outputs["cumulative_logprob"] == (-2.25,)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_cancelling_with_log_probabilities_answers_once(loop: HandLoop, turns: Turns, streaming: bool) -> None:
+    sink = start(turns, one("streaming", streaming), one("return_log_probs", True), one("return_finish_reason", True))
+    loop.emit(TextEvent(loop.requests[0].request_id, "half", -1.0, (-1.0,)))
+    stop = ListSink()
+    turns.handle([one("stop", True)], "c", stop)
+    assert sink.done.wait(5) and sink.outputs["finish_reason"] == (b"cancelled",)
+    assert [p for part in sink.logprobs for p in part] == [-1.0]
+
+
+def test_a_new_conversation_gets_an_id_that_every_response_tells(loop: HandLoop, turns: Turns) -> None:
+    sinks = [start(turns, one("conversation_id", b""), one("streaming", True)) for _ in range(2)]
+    ids = [request.conversation_id for request in loop.requests]
+    assert None not in ids and len(set(ids)) == 2 and all(len(drawn or "") > 20 for drawn in ids)
+    for number, sink in enumerate(sinks):
+        finish(loop, number)
+        assert sink.done.wait(5) and sink.outputs["conversation_id"] == ((ids[number] or "").encode(),)
+    named = start(turns, one("conversation_id", b"mine"))
+    finish(loop, 2)
+    assert named.done.wait(5) and "conversation_id" not in named.outputs
+
+
+def test_ids_are_checked_wherever_a_client_names_one(loop: HandLoop) -> None:
+    class NoIds:
+        def new_id(self, tenant: str) -> str:
+            return f"{tenant}-1"
+
+        def check(self, tenant: str, conversation_id: str) -> None:
+            raise UnknownConversationError(f"conversation_id: got {conversation_id!r} of {tenant}")
+
+    turns = Turns(loop, None, log=lambda _: None, ids=NoIds())
+    start(turns, one("conversation_id", b""), tenant="acme")
+    assert loop.requests[0].conversation_id == "acme-1"
+    for extra in ([one("text_input", b"x")], [one("conversation_end", True)], [one("stats", True)]):
+        sink = ListSink()
+        turns.handle([*extra, one("conversation_id", b"guess")], "", sink, {"commitkv_tenant": "acme"})
+        assert sink.error == ("NOT_FOUND", "conversation_id: got 'guess' of acme")
+    turns.close(0.0)
+
+
 def test_a_broken_connection_cancels_only_its_turn(loop: HandLoop, turns: Turns) -> None:
     broken, healthy = start(turns, one("streaming", True)), start(turns)
     broken.broken = True
@@ -249,7 +319,9 @@ def test_ending_and_asking_run_no_turn(loop: HandLoop, turns: Turns) -> None:
     turns.handle([one("conversation_end", True), one("conversation_id", b"a")], "", end)
     turns.handle([one("conversation_end", True), one("conversation_id", b"unknown")], "", unknown)
     turns.handle([one("stats", True), one("conversation_id", b"a")], "", stats)
-    assert end.done.is_set() and loop.ended == ["a"]
+    named = [one("conversation_end", True), one("conversation_id", b"a")]
+    turns.handle(named, "", ListSink(), {"commitkv_tenant": "t"})
+    assert end.done.is_set() and loop.ended == ["a", "ta"]
     assert unknown.error is not None and unknown.error[0] == "NOT_FOUND"
     assert stats.outputs["kv_bytes"] == (5,) and not loop.requests
 

@@ -16,7 +16,8 @@ sys.path.insert(0, str(REPO_ROOT))
 from runtime.config import RuntimeConfig  # noqa: E402
 from runtime.errors import CommitKVError, ConfigError  # noqa: E402
 from runtime.loop import EngineLoop  # noqa: E402
-from runtime.serving.contract import INPUTS, InputTensor  # noqa: E402
+from runtime.serving.contract import INPUTS  # noqa: E402
+from runtime.serving.tensors import InputTensor  # noqa: E402
 from runtime.serving.turns import Turns  # noqa: E402
 from runtime.wiring import load_engine, resolve_policy  # noqa: E402
 
@@ -55,7 +56,7 @@ class TritonPythonModel:
         for request in requests:
             sink = _Sink(request)
             try:
-                self._turns.handle(_tensors(request), request.request_id(), sink)
+                self._turns.handle(_tensors(request), request.request_id(), sink, _parameters(request))
             except Exception as error:
                 pb_utils.Logger.log_error(f"request {request.request_id()!r}: {type(error).__name__}: {error}")
                 sink.fail("INTERNAL", f"internal error: {type(error).__name__}: {error}")
@@ -89,6 +90,12 @@ def _runtime_config(parameters):
         except ValueError:
             raise ConfigError(f"model parameter {key}: got {text!r}, expected a number; correct config.pbtxt") from None
     return RuntimeConfig(**values)
+
+
+def _parameters(request):
+    """The request's own parameters, forwarded headers among them."""
+    text = request.parameters()
+    return json.loads(text) if text else {}
 
 
 def _tensors(request):
