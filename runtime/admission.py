@@ -102,7 +102,7 @@ class Admission:
         new_tokens, protected = cached, 0
         if conversation.handle in manager:  # not yet, for a conversation that begins
             kv = manager[conversation.handle]
-            new_tokens -= kv.num_tokens + kv.tail_room
+            new_tokens -= kv.num_tokens + kv.tail_room + manager.shared.num_waiting(conversation.handle, kv)
             protected = sum(end - start for start, end in kv.protected_ranges())
         page_bytes = manager.page_layout.page_bytes
         in_pages = self._held_bytes(conversation) + max(0, -(-new_tokens // manager.page_tokens)) * page_bytes
@@ -114,10 +114,11 @@ class Admission:
         return min(in_pages, compressed)
 
     def _held_bytes(self, conversation: Conversation) -> int:
-        """Pages and blocks; tables are not part of the budget."""
+        """Pages and blocks; tables are not part of the budget. Shared pages count for one of those that hold them."""
         manager = self._manager
         if conversation.handle not in manager:
             return 0
         kv = manager[conversation.handle]
         block_bytes = manager.block_layouts[kv.blocks.format].stored_bytes
-        return len(kv.pages) * manager.page_layout.page_bytes + kv.blocks.num_blocks * block_bytes
+        num_pages = len(kv.pages) - manager.shared.num_borrowed(conversation.handle)
+        return num_pages * manager.page_layout.page_bytes + kv.blocks.num_blocks * block_bytes

@@ -18,6 +18,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runtime.errors import ConfigError, RequestError
+from runtime.request import Role
 
 _log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class ChatFormat:
             self._pieces = self._take_apart()
             self._trims_user = self._trims([], "user")
             self._trims_system = self._pieces.system_head is not None and self._trims([_turn(_USER)], "system")
+            self._answer_lead, self._trims_answer = self._read_answers()
         except TemplateError as error:
             raise ConfigError(
                 f"chat template: {error}, expected a template for system, user and assistant; {_FIX}"
@@ -117,6 +119,16 @@ class ChatFormat:
     def next_turn(self, user: str, previous_ended: bool) -> RenderedTurn:
         """What follows an answer. previous_ended: the conversation already holds the token that ended the answer."""
         return self._with_user(self._after_end if previous_ended else self._pieces.after_answer, user, 0)
+
+    def answer(self, text: str) -> str:
+        """An answer that a client gives, as the template writes it. What ends it is written with the next turn."""
+        return self._answer_lead + (text.strip() if self._trims_answer else text)
+
+    def plain(self, role: Role, text: str) -> str:
+        """A message less what does not change how the template writes it; to compare messages by."""
+        if role == "assistant":
+            return text.strip() if self._trims_answer else text.lstrip() if self._answer_lead else text
+        return text.strip() if (self._trims_user if role == "user" else self._trims_system) else text
 
     def system_end(self, rendered: str) -> int:
         """Where the system part of a rendered conversation ends, at its first user message; 0 where it has none."""
@@ -187,6 +199,19 @@ class ChatFormat:
         raise ConfigError(
             f"chat template: changes the text of {role} messages, expected it verbatim or stripped; {_FIX}"
         )
+
+    def _read_answers(self) -> tuple[str, bool]:
+        """Blanks that the template puts before an earlier answer, and whether it strips answers.
+
+        Other changes that it makes to earlier answers (leaving out what the model thought, say) are not made here: the
+        model goes on from what it wrote.
+        """
+        answers = [
+            _split(self.render([_turn(_USER), _turn(text, "assistant"), _turn(_NEXT)]), _USER, _NEXT)[1]
+            for text in (_ANSWER, f" {_ANSWER}\n")
+        ]
+        lead = answers[0].partition(_ANSWER)[0].removeprefix(self._pieces.after_user)
+        return lead if lead.isspace() else "", answers[0] == answers[1]
 
     def _check_turns(self) -> None:
         """Several turns put together from pieces must equal the template's own render of all of them."""

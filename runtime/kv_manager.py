@@ -98,7 +98,7 @@ class KvManager:
             name: self._pool(layout.stored_bytes, most_blocks) for name, layout in self.block_layouts.items()
         }
         self._conversations: dict[int, ConversationKv] = {}
-        self._shared = SharedPrefixes(limits.page_tokens)
+        self.shared = SharedPrefixes(limits.page_tokens)
         self._scratch_pages = 0
 
     def _pool(self, item_bytes: int, most: int | None) -> IdPool:
@@ -163,7 +163,7 @@ class KvManager:
             if state is not State.GONE:
                 kv.ledger.move(state, Event.RELEASED, kv.ledger[state])
         page_ids = self._give_pages(handle, [page.page_id for page in kv.pages])
-        self._shared.forget(handle)
+        self.shared.forget(handle)
         self._blocks[kv.blocks.format].give(kv.blocks.ids)
         return Freed(page_ids, kv.blocks)
 
@@ -180,10 +180,10 @@ class KvManager:
         """Frees the cache of a conversation that goes on; protected positions, the prefix that it may share and the
         peak are remembered."""
         before = self._conversations[handle]
-        prefix = self._shared.prefix(handle)
+        prefix = self.shared.prefix(handle)
         freed = self.release(handle)
         self.open(handle, before.policy)
-        self._shared.announce(handle, *prefix)
+        self.shared.announce(handle, *prefix)
         after = self._conversations[handle]
         after.peak_bytes = before.peak_bytes
         for start, end in before.protected_ranges():
@@ -196,7 +196,7 @@ class KvManager:
         Of a page that is shared nothing can be undone alone: fewer tokens are left then, up to its start.
         """
         kv = self._conversations[handle]
-        num_shared = len(self._shared.held(handle))
+        num_shared = len(self.shared.held(handle))
         if num_tokens < num_shared * self.page_tokens:
             num_shared = num_tokens // self.page_tokens
             num_tokens = num_shared * self.page_tokens
@@ -206,7 +206,7 @@ class KvManager:
         if gone is None:
             return None
         freed = self._give_pages(handle, gone, num_shared)
-        self._shared.cut(handle, num_tokens)
+        self.shared.cut(handle, num_tokens)
         return Freed(freed)
 
     def rollback(self, handle: int, num_tokens: int) -> Freed:
@@ -215,16 +215,16 @@ class KvManager:
         freed = self.truncate(handle, num_tokens)
         if freed is None:
             freed = self.reset(handle)
-            self._shared.cut(handle, num_tokens)
+            self.shared.cut(handle, num_tokens)
         kv = self._conversations[handle]
         kv.unprotect_from(max(num_tokens, kv.policy.protection.sink_tokens))
         return freed
 
     def _give_pages(self, handle: int, page_ids: list[int], num_shared: int = 0) -> array[int]:
         """Gives up pages, of which the first `num_shared` shared ones are not; returns those that nobody holds."""
-        shared = set(self._shared.held(handle)[num_shared:])
+        shared = set(self.shared.held(handle)[num_shared:])
         freed = int32(page_id for page_id in page_ids if page_id not in shared)
-        freed.extend(self._shared.leave(handle, num_shared))
+        freed.extend(self.shared.leave(handle, num_shared))
         self._pages.give(freed)
         return freed
 
@@ -239,11 +239,11 @@ class KvManager:
         last = len(token_ids)
         if kv.policy.compresses:
             last = next((position for position in range(last) if not kv.is_protected(position)), last)
-        self._shared.announce(handle, tenant, token_ids[:last])
+        self.shared.announce(handle, tenant, token_ids[:last])
 
     def adopt_prefix(self, handle: int) -> int:
         """Takes over pages that others hold of what comes next; returns the number of tokens that they save."""
-        return self._shared.adopt(handle, self._conversations[handle])
+        return self.shared.adopt(handle, self._conversations[handle])
 
     # Rows
 
@@ -278,7 +278,7 @@ class KvManager:
             return Freed(reservation.new_page_ids)
         kv = self._conversations[reservation.handle]
         kv.append(reservation.num_tokens, reservation.new_page_ids)
-        spare = int32(self._shared.offer(reservation.handle, kv))
+        spare = int32(self.shared.offer(reservation.handle, kv))
         self._pages.give(spare)
         kv.peak_bytes = max(kv.peak_bytes, self.kv_bytes(reservation.handle))
         return Freed(spare)
@@ -363,8 +363,8 @@ class KvManager:
         """
         kv = self._conversations[handle]
         block_bytes = self.block_layouts[kv.blocks.format].stored_bytes
-        num_pages = len(kv.pages) - self._shared.num_borrowed(handle)
-        return num_pages * self.page_layout.page_bytes + kv.blocks.num_blocks * block_bytes + kv.table_bytes
+        num_bytes = (len(kv.pages) - self.shared.num_borrowed(handle)) * self.page_layout.page_bytes
+        return num_bytes + kv.blocks.num_blocks * block_bytes + kv.table_bytes
 
     def stats(self, handle: int) -> KvStats:
         kv = self._conversations[handle]
@@ -379,7 +379,7 @@ class KvManager:
             committed=(kv.ledger[State.COMMITTED] + kv.ledger[State.EVICTABLE]) // rows,
             evicted=kv.num_tokens - living,
             peak_kv_bytes=max(kv.peak_bytes, kv_bytes),
-            shared_kv_bytes=len(self._shared.held(handle)) * self.page_layout.page_bytes,
+            shared_kv_bytes=len(self.shared.held(handle)) * self.page_layout.page_bytes,
         )
 
     @property
@@ -389,7 +389,7 @@ class KvManager:
 
     def check_invariants(self) -> None:
         """Adds everything up; called by tests and the idle loop. No reservation may be open."""
-        check_conversations(self._conversations, self._shared)
-        check_pools(self._conversations.values(), self._shared, self._pages, self._scratch_pages, self._blocks)
+        check_conversations(self._conversations, self.shared)
+        check_pools(self._conversations.values(), self.shared, self._pages, self._scratch_pages, self._blocks)
         used = sum(pool.num_owned * pool.item_bytes for pool in (self._pages, *self._blocks.values()))
         assert used == self.budget.used_bytes, (used, self.budget.used_bytes)

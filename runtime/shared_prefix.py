@@ -89,7 +89,9 @@ class SharedPrefixes:
             if kv.num_tokens < first + self._page_tokens:
                 break
             page = kv.active_page_of(first)
-            assert page is not None, "what may be shared is never staged"
+            if page is None:  # staged before it was protected
+                self.cut(handle, first)
+                break
             twin = self._ids.get(prefix.next_key)
             if twin is None:
                 self._publish(handle, page.page_id)
@@ -99,6 +101,20 @@ class SharedPrefixes:
                 kv.set_pages(kv.pages)
                 self._join(handle, twin)
         return spare
+
+    def num_waiting(self, handle: int, kv: ConversationKv) -> int:
+        """Tokens that `adopt` would append now."""
+        prefix = self._prefixes.get(handle)
+        if prefix is None or kv.num_tokens != len(prefix.held) * self._page_tokens:
+            return 0
+        before: str | int = prefix.held[-1] if prefix.held else prefix.tenant
+        found = 0
+        for tokens in prefix.pages[len(prefix.held) :]:
+            page_id = self._ids.get((before, tokens))
+            if page_id is None:
+                break
+            before, found = page_id, found + 1
+        return found * self._page_tokens
 
     def cut(self, handle: int, num_tokens: int) -> None:
         """Tokens from `num_tokens` on will be others: pages that are not shared yet and hold some of them never are."""

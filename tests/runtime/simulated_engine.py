@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from simulated_executor import SimulatedExecutor
@@ -86,13 +88,18 @@ def eager(policy: Policy, **changes: object) -> Policy:
 
 
 def make_engine(
-    config: RuntimeConfig, *, policy: str = "full", lossless: bool = False, limits: EngineLimits = LIMITS
+    config: RuntimeConfig,
+    *,
+    policy: str = "full",
+    lossless: bool = False,
+    limits: EngineLimits = LIMITS,
+    clock_ns: Callable[[], int] = time.monotonic_ns,
 ) -> tuple[Engine, SimulatedExecutor, KvManager]:
     manager = KvManager(SPEC, limits, config.kv_memory_bytes)
     executor = SimulatedExecutor(limits.page_tokens, limits.block_entries, SPEC.num_kv_rows, lossless=lossless)
     intake = Intake(CharTokenizer(), PlainChat(), policy, limits.max_seq_len)  # type: ignore[arg-type]
     parts = EngineParts(SPEC, limits, config, manager, executor, intake, probe_prompt=(5, 6, 7))
-    engine = Engine(parts)
+    engine = Engine(parts, clock_ns)
     executor.text_of = lambda handle: engine._table.by_handle[handle].tokens
     return engine, executor, manager
 

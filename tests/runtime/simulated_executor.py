@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from runtime.step import (
@@ -46,6 +46,7 @@ class SimulatedExecutor:
     decisions: dict[int, tuple[list[list[Token]], list[list[bool]]]] = field(default_factory=dict)
     fail_next: bool = False
     lossless: bool = False
+    text_of: Callable[[int], Sequence[int]] | None = None  # all tokens of a conversation, by handle
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -91,7 +92,12 @@ class SimulatedExecutor:
             tokens += [self.slots[page_id * self.page_tokens + i] for i in range(length)]
         assert len({t[1] for t in tokens}) == len(tokens), "a token is read twice"
         in_blocks = [t for row in self._rows(view.blocks) for t in row]
-        assert all(t[0] == handle for t in tokens + in_blocks), "a conversation reads another one's tokens"
+        if self.text_of is None:
+            assert all(t[0] == handle for t in tokens + in_blocks), "a conversation reads another one's tokens"
+        else:  # pages may be shared
+            text = self.text_of(handle)
+            assert all(t[0] == handle for t in in_blocks), "a conversation reads another one's blocks"
+            assert all(t[1] < 0 or text[t[1]] == t[2] for t in tokens + in_blocks), "reads what was never said"
         assert not {t[1] for t in tokens} & {t[1] for t in in_blocks}, "a token is both in a page and committed"
         return [*in_blocks, *tokens]
 
