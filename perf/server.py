@@ -48,6 +48,7 @@ class ServerOptions:
 
     parameters: model parameters of `tensorrt_llm` (see its config.pbtxt), as text.
     grace_s: how long a stop lets running turns finish.   append_log: keep what the log file holds already.
+    arguments: further ones for tritonserver.
     """
 
     model_repository: Path = REPO_ROOT / "triton_model_repo"
@@ -60,6 +61,7 @@ class ServerOptions:
     ready_timeout_s: float = 180.0
     log_path: Path | None = None
     append_log: bool = False
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -265,6 +267,7 @@ class TritonServer:
             f"--backend-config=python,stub-timeout-seconds={max(30, round(options.ready_timeout_s))}",
             "--disable-auto-complete-config",
             "--log-verbose=0",
+            *options.arguments,
         ]
 
     def _watch_model(self) -> None:
