@@ -2,7 +2,7 @@
 
     preamble   magic, format version, length and SHA-256 of the head
     head       JSON: whose conversation it is, which engine and policy wrote it, length and SHA-256 of each part
-    text       JSON: the tokens so far
+    text       JSON: `ChatText`
     tables     JSON: pages, blocks and counts, as `KvTables`
     pages, seen, blocks, score      bytes of the arenas, as `KvImage`
 
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from runtime.errors import LostConversationError
+from runtime.history import HeldMessage
 
 FORMAT_VERSION = 1
 _MAGIC = b"CommitKV"
@@ -55,7 +56,7 @@ class KvTables:
     """What the manager knows about one conversation's cache, ids left out; fields as in `ConversationKv`.
 
     block_starts [num_rows + 1], block_lens [num_blocks]: as in `runtime.step.BlockTable`.
-    counts: entries by state.   protected: [start, end) ranges of logical positions.
+    counts: entries by state.
     """
 
     pages: tuple[PageTable, ...]
@@ -68,7 +69,6 @@ class KvTables:
     num_commits: int
     peak_bytes: int
     unprobed: tuple[tuple[int, int], ...]
-    protected: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +97,26 @@ class KvPart:
     image: KvImage
 
 
+@dataclass(frozen=True)
+class ChatText:
+    """What a conversation says; enough to compute its cache again. Fields as in `runtime.conversation.Conversation`.
+
+    protected: [start, end) ranges of tokens that are never merged or evicted.
+    """
+
+    tokens: tuple[int, ...]
+    ended: bool
+    messages: tuple[HeldMessage, ...]
+    system_tokens: int
+    num_computed: int
+    protected: tuple[tuple[int, int], ...]
+
+
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """One conversation between two turns.
 
-    engine: fingerprint of the engine that wrote it.   tokens, ended: as in `runtime.conversation.Conversation`.
+    engine: fingerprint of the engine that wrote it.
     kv: None where it could not be read, is of no use here, or was not written; `damage` says why when it is read.
     """
 
@@ -109,8 +124,7 @@ class Checkpoint:
     tenant: str
     conversation_id: str
     policy: PolicyRef
-    tokens: tuple[int, ...]
-    ended: bool
+    text: ChatText
     kv: KvPart | None
     damage: str = ""
 
@@ -124,7 +138,7 @@ def encode(checkpoint: Checkpoint) -> list[Bytes]:
     kv = checkpoint.kv
     image = kv.image if kv is not None else KvImage(b"", b"", b"", b"")
     parts: list[Bytes] = [
-        _json({"tokens": checkpoint.tokens, "ended": checkpoint.ended}),
+        _json(dataclasses.asdict(checkpoint.text)),
         _json(dataclasses.asdict(kv.tables) if kv is not None else None),
         *(image.pages, image.seen, image.blocks, image.score),
     ]
@@ -170,9 +184,9 @@ def decode(data: Bytes) -> Checkpoint:
         for part, size, digest in zip(parts, sizes, sums, strict=True)
     ]
     if not good[0]:
-        raise _lost("the token list does not match its checksum")
-    tokens, ended = _parsed(_read_text, parts[0], "text")
-    checkpoint = Checkpoint(**owner, policy=policy, tokens=tokens, ended=ended, kv=None)
+        raise _lost("the text does not match its checksum")
+    text = _parsed(_read_text, parts[0], "text")
+    checkpoint = Checkpoint(**owner, policy=policy, text=text, kv=None)
     bad = [name for name, is_good in zip(_PARTS, good, strict=True) if not is_good]
     if bad:
         return checkpoint.without_cache(f"its {' and '.join(bad)} do not match their checksum")
@@ -209,8 +223,15 @@ def _parsed(read: Callable[[Any], T], part: memoryview, name: str) -> T:
         raise _lost(f"{name} not understood ({error!r})") from error
 
 
-def _read_text(record: Any) -> tuple[tuple[int, ...], bool]:
-    return tuple(map(int, record["tokens"])), bool(record["ended"])
+def _read_text(record: Any) -> ChatText:
+    return ChatText(
+        tokens=tuple(map(int, record["tokens"])),
+        ended=bool(record["ended"]),
+        messages=tuple(HeldMessage(**message) for message in record["messages"]),
+        system_tokens=int(record["system_tokens"]),
+        num_computed=int(record["num_computed"]),
+        protected=_spans(record["protected"]),
+    )
 
 
 def _read_tables(record: Any) -> KvTables | None:
@@ -227,10 +248,13 @@ def _read_tables(record: Any) -> KvTables | None:
         block_starts=tuple(map(int, record["block_starts"])),
         block_lens=tuple(map(int, record["block_lens"])),
         counts={str(state): int(count) for state, count in record["counts"].items()},
-        unprobed=tuple((int(start), int(end)) for start, end in record["unprobed"]),
-        protected=tuple((int(start), int(end)) for start, end in record["protected"]),
+        unprobed=_spans(record["unprobed"]),
         **whole,
     )
+
+
+def _spans(pairs: Any) -> tuple[tuple[int, int], ...]:
+    return tuple((int(start), int(end)) for start, end in pairs)
 
 
 def _json(record: object) -> bytes:

@@ -39,14 +39,17 @@ class Revival:
 
     def conversation(self, handle: int) -> Conversation:
         """The conversation with its text, its cache still empty."""
-        found = self.checkpoint
+        found, text = self.checkpoint, self.checkpoint.text
         return Conversation(
             handle,
             found.conversation_id,
             self.policy,
             found.tenant,
-            tokens=list(found.tokens),
-            ended=found.ended,
+            tokens=list(text.tokens),
+            ended=text.ended,
+            num_computed=text.num_computed,
+            messages=text.messages,
+            system_tokens=text.system_tokens,
         )
 
 
@@ -61,7 +64,7 @@ class CheckpointHook:
         return None
 
     def revived(self, conversation: Conversation, revival: Revival) -> None:
-        """The engine holds it now, empty, with a turn that waits. Lock held."""
+        """The engine holds it now, empty; its turn will wait. Lock held."""
 
     def between_steps(self, make_room: Callable[[], bool], drop: Callable[[Conversation], None]) -> None:
         """Fills caches of revived conversations and copies changed ones out. Lock held, from the engine's thread.

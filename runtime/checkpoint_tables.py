@@ -43,7 +43,6 @@ def tables_of(kv: ConversationKv) -> KvTables:
         num_commits=kv.num_commits,
         peak_bytes=kv.peak_bytes,
         unprobed=tuple(kv.unprobed),
-        protected=tuple(kv.protected_ranges()),
     )
 
 
@@ -107,8 +106,6 @@ def reinstate(manager: KvManager, handle: int, tables: KvTables) -> KvPlace:
     kv.committed_tokens, kv.num_commits = tables.committed_tokens, tables.num_commits
     kv.peak_bytes = tables.peak_bytes
     kv.unprobed = list(tables.unprobed)
-    for start, end in tables.protected:
-        kv.protect(start, end)
     _fill_ledger(kv.ledger, {State(state): count for state, count in tables.counts.items()})
     return place_of(kv)
 

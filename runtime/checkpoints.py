@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from runtime.checkpoint import FORMAT_VERSION, Bytes, Checkpoint, KvImage, KvPart, PolicyRef, decode, encode
+from runtime.checkpoint import FORMAT_VERSION, Bytes, ChatText, Checkpoint, KvImage, KvPart, PolicyRef, decode, encode
 from runtime.checkpoint_hook import CheckpointFigures, CheckpointHook, Revival
 from runtime.checkpoint_tables import KvPlace, check_kv, place_of, reinstate, tables_of
 from runtime.conversation import Conversation
@@ -148,18 +148,19 @@ class Checkpoints(CheckpointHook):
             raise _unusable(f"was written under policy {found.policy.name!r}, which is not known here")
         if policy_ref(policy) != found.policy:
             found = found.without_cache(f"its policy {policy.name} has changed")
-        if found.kv is not None and (reason := check_kv(found.kv, self._manager, len(found.tokens))):
+        if found.kv is not None and (reason := check_kv(found.kv, self._manager, len(found.text.tokens))):
             found = found.without_cache(f"its tables do not fit: {reason}")
         return Revival(found, policy)
 
     def revived(self, conversation: Conversation, revival: Revival) -> None:
+        for start, end in revival.checkpoint.text.protected:
+            self._manager[conversation.handle].protect(start, end)
         self._revived.append((conversation, revival.checkpoint))
 
     def between_steps(self, make_room: Callable[[], bool], drop: Callable[[Conversation], None]) -> None:
         while self._revived:
             conversation, found = self._revived.pop(0)
-            damage = found.damage or self._restore(conversation, found, make_room, drop)
-            self._tell(conversation, damage)
+            self._tell(conversation, found.damage or self._restore(conversation, found, make_room, drop))
         self._copy_changed()
 
     def _restore(
@@ -187,30 +188,20 @@ class Checkpoints(CheckpointHook):
 
     def _tell(self, conversation: Conversation, damage: str) -> None:
         """The log and the client hear what became of a revived conversation."""
-        turn = conversation.turn
-        assert turn is not None, "a revived conversation has a turn that waits"
-        kv = self._manager[conversation.handle]
-        turn.reused_tokens, turn.reused_pages = kv.num_tokens, len(kv.pages)
+        who = f"conversation {conversation.conversation_id!r} of tenant {conversation.tenant!r}"
         if damage:
             self._recomputed += 1
-            turn.recomputed_tokens = turn.first_token
-            turn.recomputed_reason = f"kv of its checkpoint not used: {damage}"
-        else:
-            self._restored += 1
-            turn.recomputed_tokens = 0
-            turn.recomputed_reason = f"kv restored from its checkpoint, {kv.num_tokens} tokens"
-        level = logging.WARNING if damage else logging.INFO
-        log.log(
-            level,
-            "conversation %r of tenant %r: %s; %d tokens are recomputed",
-            conversation.conversation_id,
-            conversation.tenant,
-            turn.recomputed_reason,
-            turn.recomputed_tokens,
-        )
+            conversation.loss = f"kv of its checkpoint not used: {damage}"
+            log.warning("%s: %s; it is computed again from its text", who, conversation.loss)
+            return
+        self._restored += 1
+        num_tokens = self._manager[conversation.handle].num_tokens
+        if conversation.turn is not None:
+            conversation.turn.note = f"kv restored from a checkpoint of {num_tokens} tokens"
+        log.info("%s: kv restored from a checkpoint of %d tokens", who, num_tokens)
 
     def changed(self, conversation: Conversation) -> None:
-        if conversation.conversation_id is not None and conversation.turn is None and not conversation.end_requested:
+        if conversation.turn is None and not conversation.end_requested and _is_named(conversation):
             self._changed[conversation.handle] = conversation
 
     def _copy_changed(self) -> None:
@@ -239,8 +230,14 @@ class Checkpoints(CheckpointHook):
             tenant=conversation.tenant,
             conversation_id=conversation.conversation_id,
             policy=policy_ref(conversation.policy),
-            tokens=tuple(conversation.tokens),
-            ended=conversation.ended,
+            text=ChatText(
+                tokens=tuple(conversation.tokens),
+                ended=conversation.ended,
+                messages=conversation.messages,
+                system_tokens=conversation.system_tokens,
+                num_computed=conversation.num_computed,
+                protected=tuple(kv.protected_ranges()),
+            ),
             kv=part,
         )
         key = self._store.key(conversation.tenant, conversation.conversation_id)
@@ -255,7 +252,7 @@ class Checkpoints(CheckpointHook):
 
     def discard(self, conversation: Conversation) -> None:
         self._changed.pop(conversation.handle, None)
-        if conversation.conversation_id is not None:
+        if conversation.conversation_id is not None and _is_named(conversation):
             self._store.delete(self._store.key(conversation.tenant, conversation.conversation_id))
 
     def figures(self) -> CheckpointFigures:
@@ -278,6 +275,11 @@ class Checkpoints(CheckpointHook):
             self._copy_changed()
             time.sleep(POLL_S)
         self._store.close(max(0.0, deadline - time.monotonic()))
+
+
+def _is_named(conversation: Conversation) -> bool:
+    """Whether a client can ask for it by its id."""
+    return conversation.conversation_id is not None and not conversation.is_unnamed
 
 
 def _unusable(reason: str) -> LostConversationError:

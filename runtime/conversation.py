@@ -27,6 +27,7 @@ class Turn:
     rollback: what the chat that the client sent departs from; None once the cache was rolled back, or nothing departs.
     undo: what the turn took the place of.   protected_before: what was protected when the cache was rolled back.
     recomputed_tokens: tokens of earlier turns that this one computed again, and `recomputed_reason`: why.
+    note: what else the client is told about its KV.
     passed: turns of other tenants that were let in before it since it found no room.
     """
 
@@ -49,6 +50,7 @@ class Turn:
     new_pages: int = 0
     recomputed_tokens: int = 0
     recomputed_reason: str = ""
+    note: str = ""
     passed: int = 0
     bad_words: BadWords | None = None
     logprobs: list[float] = field(default_factory=list)
@@ -61,10 +63,11 @@ class Turn:
 
     @property
     def recomputed_note(self) -> str:
-        """What the client is told about tokens that had to be computed again."""
+        """What the client is told about tokens that had to be computed again, and about its KV besides."""
         if not self.recomputed_tokens:
-            return ""
-        return f"{self.recomputed_reason}, {self.recomputed_tokens} tokens recomputed"
+            return self.note
+        again = f"{self.recomputed_reason}, {self.recomputed_tokens} tokens recomputed"
+        return f"{self.note}; {again}" if self.note else again
 
     def sample_spec(self, history: tuple[int, ...]) -> SampleSpec:
         """How to choose the next token; draws one number from the request's stream."""

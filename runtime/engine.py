@@ -111,12 +111,12 @@ class Engine:
             turn = self._intake.make_turn(request, conversation, now_ns, self._admission.check_size)
             if is_new:
                 self._keeper.open(conversation, now_ns)
+                if revival is not None:
+                    self._checkpoints.revived(conversation, revival)
             conversation.turn = turn
             if turn.rollback is None:
                 self._keeper.begin_turn(conversation)
             conversation.priority = request.priority
-            if is_new and revival is not None:
-                self._checkpoints.revived(conversation, revival)
             self._table.turn_began(conversation)
             self._scheduler.add(conversation)
             self._wake()

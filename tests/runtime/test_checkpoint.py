@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.checkpoint import Checkpoint, KvImage, KvPart, KvTables, PageTable, PolicyRef, decode, encode
+from runtime.checkpoint import ChatText, Checkpoint, KvImage, KvPart, KvTables, PageTable, PolicyRef, decode, encode
 from runtime.errors import LostConversationError
+from runtime.history import HeldMessage
 
 TABLES = KvTables(
     pages=(PageTable((0, 1, 2, 7), "active", True), PageTable((8, 9), "staged", False)),
@@ -23,7 +24,6 @@ TABLES = KvTables(
     num_commits=2,
     peak_bytes=4096,
     unprobed=((8, 10),),
-    protected=((0, 4),),
 )
 IMAGE = KvImage(bytes(range(64)), b"\x01" * 16, b"\x02" * 96, memoryview(b"\x03" * 32))
 WHOLE = Checkpoint(
@@ -31,8 +31,14 @@ WHOLE = Checkpoint(
     tenant="täglich",
     conversation_id="a/../b\x00\ud800",
     policy=PolicyRef("commitkv", "", "d" * 64),
-    tokens=tuple(range(100, 112)),
-    ended=True,
+    text=ChatText(
+        tokens=tuple(range(100, 112)),
+        ended=True,
+        messages=(HeldMessage("user", "grüß 😀", 0, 8), HeldMessage("assistant", "ja", 8, 12, True)),
+        system_tokens=3,
+        num_computed=11,
+        protected=((0, 4),),
+    ),
     kv=KvPart(TABLES, IMAGE),
 )
 
@@ -66,7 +72,7 @@ def test_what_is_written_is_read() -> None:
 
 def test_text_alone_is_read_as_such() -> None:
     found = decode(written(dataclasses.replace(WHOLE, kv=None)))
-    assert found.kv is None and found.tokens == WHOLE.tokens and "without" in found.damage
+    assert found.kv is None and found.text == WHOLE.text and "without" in found.damage
 
 
 @pytest.mark.parametrize("name", ["tables", "pages", "seen", "blocks", "score"])
@@ -74,7 +80,7 @@ def test_a_damaged_cache_leaves_the_text(name: str) -> None:
     data = bytearray(written())
     data[part_spans(bytes(data))[name][0]] ^= 1
     found = decode(data)
-    assert found.kv is None and found.tokens == WHOLE.tokens and found.ended
+    assert found.kv is None and found.text == WHOLE.text
     assert f"its {name} do not match" in found.damage
 
 
@@ -96,7 +102,7 @@ def test_another_format_version_is_refused_by_number() -> None:
 def test_a_torn_object_gives_its_text_if_that_is_whole() -> None:
     data = written()
     end_of_text = part_spans(data)["text"][1]
-    assert decode(data[: end_of_text + 5]).tokens == WHOLE.tokens
+    assert decode(data[: end_of_text + 5]).text == WHOLE.text
     with pytest.raises(LostConversationError):
         decode(data[: end_of_text - 1])
 
@@ -110,7 +116,7 @@ def test_no_flipped_byte_is_taken_for_truth(at: int, value: int) -> None:
         found = decode(data)
     except LostConversationError:
         return
-    assert found.tokens == WHOLE.tokens and found.conversation_id == WHOLE.conversation_id and found.kv is None
+    assert found.text == WHOLE.text and found.conversation_id == WHOLE.conversation_id and found.kv is None
 
 
 @settings(max_examples=100, deadline=None)
