@@ -166,7 +166,8 @@ class Intake:
         return BadWords(words, self._tokenizer.token_texts()) if words else None
 
     def _policy(self, request: Request) -> Policy:
-        policy = get_policy(request.policy if request.policy is not None else self._default_policy)
+        names = (request.policy, request.default_policy, self._default_policy)
+        policy = get_policy(next(name for name in names if name is not None))
         return policy.for_task(detect_task(_user_text(request))) if policy.by_task else policy
 
     def _protected(self, request: Request, conversation: Conversation, draft: Draft) -> list[tuple[int, int]]:

@@ -74,7 +74,8 @@ class Request:
     text: with `conversation_id`, the new user message (the chat template is applied); without, a raw prompt.
     system_prompt: used on the first turn of a conversation only; protected.
     protect: [start, end) character ranges of `text` whose tokens are never merged or evicted.
-    policy: name of a registered policy; None: the engine's own. Fixed by a conversation's first turn.
+    policy: name of a registered policy; None: `default_policy`. Fixed by a conversation's first turn.
+    default_policy: of a conversation that begins and names none; None: the engine's own.
     end_conversation: free the conversation when this turn is over.
     messages: the whole chat so far, the newest user message last, instead of `text` and `system_prompt`; the engine
         finds what of it it holds already.
@@ -89,6 +90,7 @@ class Request:
     system_prompt: str | None = None
     protect: tuple[tuple[int, int], ...] = ()
     policy: str | None = None
+    default_policy: str | None = None
     end_conversation: bool = False
     exclude_input_from_output: bool = True
     messages: tuple[Message, ...] = ()

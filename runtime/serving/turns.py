@@ -22,6 +22,7 @@ from runtime.errors import (
     OutOfMemoryError,
     RequestError,
     ServerStoppingError,
+    StoreUnavailableError,
     UnknownConversationError,
 )
 from runtime.request import ErrorEvent, Event, KvStats, Request, TextEvent
@@ -46,6 +47,7 @@ _CODES: tuple[tuple[type[CommitKVError], ErrorCode], ...] = (
     (RequestError, "INVALID_ARG"),
     (OutOfMemoryError, "UNAVAILABLE"),
     (ServerStoppingError, "UNAVAILABLE"),
+    (StoreUnavailableError, "UNAVAILABLE"),
 )
 
 
@@ -227,7 +229,8 @@ class Turns:
         return call
 
     def _start(self, call: TurnCall, client_id: str, sink: Sink) -> None:
-        call = replace(call, request=self._with_policy(call.request))
+        # For a conversation that begins: one that goes on, here or from a checkpoint, keeps its own.
+        call = replace(call, request=replace(call.request, default_policy=self._default_policy))
         engine_id = call.request.request_id
         turn = _Turn(call, client_id, sink)
         if not call.request.exclude_input_from_output:
@@ -240,18 +243,6 @@ class Turns:
             self._reports.refused(engine_id, call.request.conversation_id, error)
             self._forget(engine_id)
             turn.fail(error_code(error), str(error))
-
-    def _with_policy(self, request: Request) -> Request:
-        """The server's default policy is for conversations that begin; one that goes on keeps its own."""
-        if self._default_policy is None or request.policy is not None:
-            return request
-        if request.conversation_id is not None:
-            try:
-                self._loop.kv_stats(request.conversation_id, request.tenant)
-            except UnknownConversationError:
-                return replace(request, policy=self._default_policy)
-            return request
-        return replace(request, policy=self._default_policy)
 
     def _stop(self, call: StopCall) -> None:
         with self._lock:

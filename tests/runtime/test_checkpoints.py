@@ -291,6 +291,15 @@ def test_another_policy_may_not_be_asked_for(replica: Callable[..., Replica]) ->
     assert there.turn(TEXTS[1], policy="tiny-int8")[1].stats.reused_tokens > 0
 
 
+def test_the_default_of_a_server_is_for_conversations_that_begin(replica: Callable[..., Replica]) -> None:
+    here, there = replica(), replica()
+    here.turn(TEXTS[0], policy="tiny-int8", default_policy="full")
+    there.turn(TEXTS[1], default_policy="full")
+    assert there.engine.conversation("ada").policy.name == "tiny-int8"
+    there.turn(TEXTS[1], "new", default_policy="full")
+    assert there.engine.conversation("new").policy.name == "full"
+
+
 def test_ending_removes_the_checkpoint_wherever_it_is_asked_for(replica: Callable[..., Replica], url: str) -> None:
     here, there = replica(), replica()
     here.turn(TEXTS[0])
