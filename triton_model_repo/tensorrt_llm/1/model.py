@@ -7,7 +7,6 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 REPO_ROOT = Path(__file__).resolve().parents[3]
@@ -17,19 +16,16 @@ from runtime.config import RuntimeConfig  # noqa: E402
 from runtime.errors import CommitKVError, ConfigError  # noqa: E402
 from runtime.loop import EngineLoop  # noqa: E402
 from runtime.serving.contract import INPUTS  # noqa: E402
-from runtime.serving.tensors import InputTensor  # noqa: E402
 from runtime.serving.turns import Turns  # noqa: E402
 from runtime.wiring import load_engine, resolve_policy  # noqa: E402
+from triton_model_repo.triton_tensors import (  # noqa: E402
+    FINAL,
+    make_tensor,
+    printable,
+    read_inputs,
+    read_parameters,
+)
 
-DTYPE_NAMES = {
-    np.dtype(np.bool_): "BOOL",
-    np.dtype(np.int32): "INT32",
-    np.dtype(np.int64): "INT64",
-    np.dtype(np.uint64): "UINT64",
-    np.dtype(np.float32): "FP32",
-    np.dtype(np.object_): "STRING",
-}
-NUMPY_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 OWN_PARAMETERS = ("engine_dir", "default_policy", "grace_s")
 
 
@@ -50,13 +46,13 @@ class TritonPythonModel:
             log = pb_utils.Logger.log_warn
             self._turns = Turns(EngineLoop(engine), default_policy, log)
         except CommitKVError as error:
-            raise pb_utils.TritonModelException(_printable(str(error))) from None
+            raise pb_utils.TritonModelException(printable(str(error))) from None
 
     def execute(self, requests):
         for request in requests:
             sink = _Sink(request)
             try:
-                self._turns.handle(_tensors(request), request.request_id(), sink, _parameters(request))
+                self._turns.handle(read_inputs(request, INPUTS), request.request_id(), sink, read_parameters(request))
             except Exception as error:
                 pb_utils.Logger.log_error(f"request {request.request_id()!r}: {type(error).__name__}: {error}")
                 sink.fail("INTERNAL", f"internal error: {type(error).__name__}: {error}")
@@ -69,10 +65,6 @@ class TritonPythonModel:
 def _path(text):
     """The stub runs Python isolated, with ASCII file names: other bytes travel as surrogates."""
     return Path(os.fsdecode(text.encode("utf-8"))) if text else None
-
-
-def _printable(text):
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def _runtime_config(parameters):
@@ -92,22 +84,6 @@ def _runtime_config(parameters):
     return RuntimeConfig(**values)
 
 
-def _parameters(request):
-    """The request's own parameters, forwarded headers among them."""
-    text = request.parameters()
-    return json.loads(text) if text else {}
-
-
-def _tensors(request):
-    found = ((name, pb_utils.get_input_tensor_by_name(request, name)) for name in INPUTS)
-    return [_tensor(name, tensor.as_numpy()) for name, tensor in found if tensor is not None]
-
-
-def _tensor(name, array):
-    dtype = DTYPE_NAMES.get(array.dtype, str(array.dtype))
-    return InputTensor(name, dtype, tuple(array.shape), array.reshape(-1).tolist())
-
-
 class _Sink:
     """The response side of one request (`runtime.serving.turns.Sink`)."""
 
@@ -115,18 +91,12 @@ class _Sink:
         self._sender = request.get_response_sender()
 
     def send(self, outputs, final):
-        tensors = [pb_utils.Tensor(o.name, np.array(o.values, dtype=NUMPY_DTYPES[o.dtype])) for o in outputs]
-        self._sender.send(
-            pb_utils.InferenceResponse(output_tensors=tensors),
-            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0,
-        )
+        tensors = [make_tensor(o.name, o.dtype, o.values) for o in outputs]
+        self._sender.send(pb_utils.InferenceResponse(output_tensors=tensors), flags=FINAL if final else 0)
 
     def fail(self, code, message):
-        error = pb_utils.TritonError(_printable(message), getattr(pb_utils.TritonError, code))
-        self._sender.send(
-            pb_utils.InferenceResponse(output_tensors=[], error=error),
-            flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
-        )
+        error = pb_utils.TritonError(printable(message), getattr(pb_utils.TritonError, code))
+        self._sender.send(pb_utils.InferenceResponse(output_tensors=[], error=error), flags=FINAL)
 
     def is_cancelled(self):
         return self._sender.is_cancelled()
