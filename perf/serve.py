@@ -8,11 +8,14 @@ import sys
 import threading
 from pathlib import Path
 
+from perf.limits import add_limit_arguments, limit_parameters
+from perf.request_trace import request_trace_arguments
 from perf.server import REPO_ROOT, ServerOptions, TritonServer
 from perf.supervise import POLL_S, Supervisor, death
 from runtime.config import DEVICES
 from runtime.errors import CommitKVError, ConfigError
 from runtime.policy.policy_file import is_policy_file
+from runtime.serving.logs import LEVELS
 
 DEFAULT_ENGINE = REPO_ROOT / "engines" / "smollm2-135m"
 DEFAULT_KV_MIB = 1024
@@ -58,12 +61,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoints", metavar="URL", help="folder or fsspec URL that keeps conversations between "
         "turns: a restarted server, or another one, goes on with them (none)")  # fmt: skip
     parser.add_argument("--restart", action="store_true", help="start again when the server or its model dies")
+    parser.add_argument("--request-trace", metavar="TARGET", help="Triton's times of requests: a file name, or the URL "
+        "of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces (none)")  # fmt: skip
+    parser.add_argument("--request-trace-every", type=int, default=1, metavar="N", help="trace each N-th (%(default)s)")
+    parser.add_argument("--log-level", choices=LEVELS, default="info", help="of the model's JSON lines (%(default)s)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="0: any free one (%(default)s)")
     parser.add_argument("--grpc-port", type=int, default=8001, help="0: any free one (%(default)s)")
     parser.add_argument("--metrics-port", type=int, default=8002, help="0: any free one (%(default)s)")
     parser.add_argument("--grace-s", type=float, default=30.0, help="time for running turns at a stop (%(default)s)")
     parser.add_argument("--log", type=Path, default=REPO_ROOT / "out" / "serve" / "server.log", help="(%(default)s)")
+    add_limit_arguments(parser)
     return parser
 
 
@@ -73,14 +81,16 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         raise ConfigError(f"--grace-s: got {args.grace_s}, expected 0 to {MAX_GRACE_S} seconds; pass another number")
     trace = {} if args.trace is None else {"trace_file": str(args.trace.resolve())}
     kept = {} if not args.checkpoints else {"checkpoint_url": _absolute(args.checkpoints)}
+    own = {"device": args.device, "grace_s": str(args.grace_s), "log_level": args.log_level}
     return ServerOptions(
-        parameters={**base.parameters, **trace, **kept, "device": args.device, "grace_s": str(args.grace_s)},
+        parameters={**base.parameters, **trace, **kept, **limit_parameters(args), **own},
         host=args.host,
         http_port=args.http_port,
         grpc_port=args.grpc_port,
         metrics_port=args.metrics_port,
         grace_s=args.grace_s,
         log_path=args.log,
+        arguments=request_trace_arguments(args.request_trace, args.request_trace_every),
     )
 
 

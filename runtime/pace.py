@@ -8,7 +8,7 @@ falls counts slowly, so that the bound is kept rather than used up.
 from __future__ import annotations
 
 # Weight of a new measurement that is better than what was known.
-SLOW = 0.2
+SLOW = 0.05
 # A prompt gets on by this much in every step, whatever the bound: else it would never end.
 LEAST_PROMPT_TOKENS = 16
 # Before anything is known.

@@ -1,7 +1,10 @@
-"""Random life of an engine with little memory: nothing leaks, nothing is lost, every answer is right."""
+"""Random life of an engine with little memory: nothing leaks, nothing is lost, every answer is right, tenants stay
+apart, and the limits on conversations hold."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from unittest import mock
 
 from hypothesis import HealthCheck, settings
@@ -12,35 +15,61 @@ from simulated_engine import drain, make_engine, policies_for_tests
 import runtime.policy.registry as registry
 from runtime.config import RuntimeConfig
 from runtime.conversation import Conversation
-from runtime.errors import CommitKVError
-from runtime.request import Event, FinishEvent, Request, SamplingParams, TextEvent
+from runtime.errors import CommitKVError, UnknownConversationError
+from runtime.request import ErrorEvent, Event, Request, SamplingParams, TextEvent
+
+TENANTS = ("", "t1", "t2")
+NAMES = ("a", "b", "c", "d", "e", "f")
+MAX_IDLE_S = 60
+SECOND = 1_000_000_000
 
 
 class EngineMachine(RuleBasedStateMachine):
     """Where nothing is dropped the text must not change either: each token is recomputed from those before it."""
 
-    @initialize(pages=st.integers(9, 60), lossless=st.booleans(), batch=st.integers(2, 40))
-    def start(self, pages: int, lossless: bool, batch: int) -> None:
+    @initialize(
+        pages=st.integers(9, 60),
+        lossless=st.booleans(),
+        batch=st.integers(2, 40),
+        places=st.sampled_from([0, 1, 2]),
+        step_ms=st.sampled_from([0.0, 0.01]),
+    )
+    def start(self, pages: int, lossless: bool, batch: int, places: int, step_ms: float) -> None:
         self.patch = mock.patch.dict(registry.ALL_POLICIES, policies_for_tests())
         self.patch.start()
         _, _, probe = make_engine(RuntimeConfig(kv_memory_bytes=1 << 20))
         total = probe.budget.headroom_bytes + pages * probe.page_layout.page_bytes
         config = RuntimeConfig(
-            kv_memory_bytes=total, tokens_per_step=batch, probe_tokens_per_step=10, max_conversations=5, max_waiting=6
-        )
+            kv_memory_bytes=total, tokens_per_step=batch, probe_tokens_per_step=10, max_conversations=5, max_waiting=6,
+            max_tenant_conversations=3, max_tenant_waiting=4, max_tenant_running=places, max_idle_s=MAX_IDLE_S,
+            max_step_ms=step_ms,
+        )  # fmt: skip
         self.lossless = lossless
-        self.engine, self.executor, self.manager = make_engine(config, lossless=lossless)
+        self.now_ns = 0
+        self.engine, self.executor, self.manager = make_engine(config, lossless=lossless, clock_ns=self.clock_ns)
         self.open: dict[str, Conversation] = {}
         self.count = 0
 
+    def clock_ns(self) -> int:
+        self.now_ns += 1000
+        return self.now_ns
+
+    @rule(seconds=st.integers(1, 2 * MAX_IDLE_S))
+    def time_passes(self, seconds: int) -> None:
+        self.now_ns += seconds * SECOND
+
     @rule(
-        name=st.sampled_from(["a", "b", "c", "d", "e", "f", None]),
+        who=st.tuples(st.sampled_from(TENANTS), st.sampled_from([*NAMES, None])),
+        priority=st.sampled_from([-1, 0, 0, 2]),
         length=st.integers(1, 90),
         max_tokens=st.integers(0, 25),
         policy=st.sampled_from([None, *registry.ALL_POLICIES]),
         ends=st.booleans(),
     )
-    def submit(self, name: str | None, length: int, max_tokens: int, policy: str | None, ends: bool) -> None:
+    def submit(
+        self, who: tuple[str, str | None], priority: int, length: int, max_tokens: int, policy: str | None, ends: bool
+    ) -> None:
+        tenant, name = who
         self.count += 1
         request = Request(
             f"r{self.count}",
@@ -49,13 +78,22 @@ class EngineMachine(RuleBasedStateMachine):
             name,
             policy=policy,
             end_conversation=ends and self.count % 3 == 0,
+            tenant=tenant,
+            priority=priority,
         )
+        held = set(self.engine._table.by_handle)
         try:
             self.engine.submit(request)
+        except UnknownConversationError as error:
+            assert "was ended" in str(error) and name is not None
+            assert self.engine._table.find(tenant, name) is None
         except CommitKVError as error:
             assert len(str(error)) > 20
         else:
-            self.open[request.request_id] = self.engine._table.of_request(request.request_id)
+            conversation = self.engine._table.of_request(request.request_id)
+            assert conversation is not None and conversation.tenant == tenant
+            assert conversation.handle not in held or conversation.conversation_id == name is not None
+            self.open[request.request_id] = conversation
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
@@ -63,6 +101,8 @@ class EngineMachine(RuleBasedStateMachine):
             events, _ = self.engine.step()
             self.note(events)
             self.manager.check_invariants()
+            longest = max((self.now_ns - c.last_used_ns for c in self.engine._table.idle.values()), default=0)
+            assert longest < (MAX_IDLE_S + 1) * SECOND, "an idle conversation was forgotten"
 
     @rule()
     def rest(self) -> None:
@@ -74,12 +114,18 @@ class EngineMachine(RuleBasedStateMachine):
         if self.open:
             self.engine.cancel(data.draw(st.sampled_from(sorted(self.open))))
 
-    @rule(name=st.sampled_from(["a", "b", "c", "d"]))
-    def end(self, name: str) -> None:
+    @rule(tenant=st.sampled_from(TENANTS), name=st.sampled_from(NAMES))
+    def end(self, tenant: str, name: str) -> None:
+        before = self.ending_of_others(tenant)
         try:
-            self.engine.end_conversation(name)
+            self.engine.end_conversation(name, tenant)
         except CommitKVError as error:
             assert name in str(error)
+        self.engine._table.check_not_ended(tenant, name)
+        assert self.ending_of_others(tenant) == before
+
+    def ending_of_others(self, tenant: str) -> list[int]:
+        return [c.handle for c in self.engine._table if c.tenant != tenant and c.end_requested]
 
     @rule()
     def break_device(self) -> None:
@@ -95,7 +141,12 @@ class EngineMachine(RuleBasedStateMachine):
             if isinstance(event, TextEvent):
                 continue
             conversation = self.open.pop(event.request_id)
-            if isinstance(event, FinishEvent):
+            if isinstance(event, ErrorEvent):
+                # What its policy leaves of a turn is a guess; what it takes in pages is known before it is taken.
+                broken = "the simulated device broke" in str(event.error)
+                assert broken or conversation.policy.compresses, event.error
+            else:
+                assert bool(event.stats.recomputed_tokens) == bool(event.stats.recomputed_reason)
                 assert event.stats.kv.kv_bytes <= self.manager.budget.total_bytes
                 if event.reason != "cancelled":
                     self.check_text(conversation, event.stats.generated_tokens)
@@ -114,14 +165,22 @@ class EngineMachine(RuleBasedStateMachine):
             self.manager.check_invariants()
             assert self.manager.budget.used_bytes <= self.manager.budget.total_bytes
 
+    @invariant()
+    def limits_hold(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        held = [c for c in self.engine._table if not c.end_requested]
+        assert len(held) <= 5
+        for tenant in TENANTS:
+            assert sum(c.tenant == tenant for c in held) <= 3
+            assert self.engine._scheduler.waiting.of_tenant(tenant) <= 4 + 4, "4 that wait, 4 that were put back"
+
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        for name in "abcdef":
-            try:
-                self.engine.end_conversation(name)
-            except CommitKVError:
-                continue
+        for tenant, name in itertools.product(TENANTS, NAMES):
+            with contextlib.suppress(CommitKVError):
+                self.engine.end_conversation(name, tenant)
         self.note(drain(self.engine))
         self.manager.check_invariants()
         assert self.manager.budget.used_bytes == 0, "memory is not back to zero after the last conversation"
