@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from perf.server import ServerOptions, ServerStartError, TritonServer
+from perf.server import ServerOptions, TritonServer
+from runtime.errors import CommitKVError
 
 POLL_S = 0.2
 
@@ -56,7 +57,7 @@ class Supervisor:
             began = time.monotonic()
             try:
                 why = self._run_one(stopping, ready)
-            except ServerStartError as error:
+            except CommitKVError as error:  # a port that somebody else has taken among them
                 if self.restarts == 0:
                     raise
                 why = str(error)
