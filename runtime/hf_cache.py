@@ -128,7 +128,7 @@ class CommitKVCache(RoutedCache):
         freed = self._manager.truncate(_HANDLE, max(0, kept))
         if freed is None:
             raise RequestError(
-                f"crop: {-tokens_to_remove} tokens reach into what was staged or committed, expected only newer ones; "
+                f"crop: {-tokens_to_remove} tokens reach into what was committed, expected only newer ones; "
                 f"begin again with reset()"
             )
         del self._conversation.tokens[max(0, kept) :]
