@@ -21,6 +21,7 @@ from perf.server import MODEL_NAME
 from runtime.errors import CommitKVError, RequestError
 
 STREAM_ERROR_WAIT_S = 5.0
+TENANT_PARAMETER = "commitkv_tenant"
 
 _NUMPY: Mapping[str, Any] = {
     "BYTES": np.object_,
@@ -37,6 +38,8 @@ _DTYPES: Mapping[str, str] = {
     "sampling_param_top_k": "INT32",
     "sampling_param_top_p": "FP32",
     "sampling_param_stop": "BYTES",
+    "sampling_param_bad": "BYTES",
+    "sampling_param_end_id": "INT32",
     "sampling_param_seed": "UINT64",
     "sampling_param_frequency_penalty": "FP32",
     "sampling_param_presence_penalty": "FP32",
@@ -44,6 +47,10 @@ _DTYPES: Mapping[str, str] = {
     "return_finish_reason": "BOOL",
     "return_stop_reason": "BOOL",
     "return_cumulative_logprob": "BOOL",
+    "return_log_probs": "BOOL",
+    "sampling_param_exclude_input_from_output": "BOOL",
+    "messages": "BYTES",
+    "priority": "INT32",
     "stop": "BOOL",
     "conversation_id": "BYTES",
     "conversation_end": "BOOL",
@@ -84,6 +91,8 @@ class TurnResult:
     """piece_times_s: arrival of each piece of text, seconds after the turn was sent.
 
     stats: {"engine", "process", "turn"} as the server's `engine_stats` reports them.
+    log_probs: one per generated token, if they were asked for.
+    recomputed_tokens: of earlier turns, computed again, and `note`: why.
     """
 
     text: str
@@ -95,6 +104,9 @@ class TurnResult:
     stats: Mapping[str, Any]
     total_s: float
     cumulative_logprob: float | None = None
+    log_probs: tuple[float, ...] = ()
+    recomputed_tokens: int = 0
+    note: str = ""
 
     @property
     def generated_tokens(self) -> int:
@@ -113,17 +125,19 @@ class TurnResult:
 
 @dataclass(frozen=True)
 class TurnOptions:
-    """Greedy by default."""
+    """Greedy by default. bad: texts that never appear. logprob: ask for log-probabilities, per token and their sum."""
 
     max_tokens: int = 128
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
+    bad: tuple[str, ...] = ()
     seed: int | None = None
     protect: tuple[tuple[int, int], ...] = ()
     end: bool = False
     logprob: bool = False
+    priority: int = 0
     timeout_s: float = 600.0
 
 
@@ -158,9 +172,11 @@ def infer(
     request_id: str = "",
     timeout_s: float = 600.0,
     on_response: Callable[[Any], None] | None = None,
+    tenant: str = "",
 ) -> list[Any]:
     """All responses of one request over a stream of its own.
 
+    tenant: whose conversations it is about, where no front end says it.
     Leaving by an exception (Ctrl-C, or one from `on_response`) cancels the request on the server.
     Raises TurnError with the server's text, or ServerUnreachableError.
     """
@@ -171,7 +187,8 @@ def infer(
     try:
         client.start_stream(lambda result, error: answers.put((result, error)))
         try:
-            client.async_stream_infer(MODEL_NAME, list(inputs), request_id=request_id)
+            parameters = {TENANT_PARAMETER: tenant} if tenant else None
+            client.async_stream_infer(MODEL_NAME, list(inputs), request_id=request_id, parameters=parameters)
         except InferenceServerException as broken:  # the stream broke before, and the callback is told why
             try:
                 answers.put(answers.get(timeout=STREAM_ERROR_WAIT_S))
@@ -206,34 +223,49 @@ def _client_error(url: str, error: InferenceServerException) -> CommitKVError:
 
 @dataclass
 class Chat:
-    """One conversation on the server at `url` (host:port of its gRPC endpoint)."""
+    """One conversation on the server at `url` (host:port of its gRPC endpoint).
+
+    conversation_id: empty to let the server draw one; it stands here after the first turn.
+    """
 
     url: str
     conversation_id: str
     policy: str | None = None
     system_prompt: str | None = None
+    tenant: str = ""
     _turns: int = field(default=0, init=False, repr=False)
 
     def turn(
-        self, text: str, options: TurnOptions | None = None, on_text: Callable[[str], None] | None = None
+        self,
+        prompt: str | Sequence[Mapping[str, str]],
+        options: TurnOptions | None = None,
+        on_text: Callable[[str], None] | None = None,
     ) -> TurnResult:
-        """Run one turn; `on_text` sees each piece as it arrives. Raises TurnError, ServerUnreachableError."""
+        """Run one turn; `on_text` sees each piece as it arrives. Raises TurnError, ServerUnreachableError.
+
+        prompt: the user's new message, or the whole chat as [{"role": ..., "content": ...}, ...].
+        """
         options = options or TurnOptions()
         pieces: list[str] = []
         times: list[float] = []
+        log_probs: list[float] = []
         begin = time.monotonic()
 
         def on_response(result: Any) -> None:
             piece = _text(result, "text_output")
+            if options.logprob:
+                log_probs.extend(result.as_numpy("output_log_probs").tolist())
             if piece:
                 pieces.append(piece)
                 times.append(time.monotonic() - begin)
                 if on_text is not None:
                     on_text(piece)
 
-        inputs = self._inputs(text, options)
-        last = infer(self.url, inputs, f"{self.conversation_id}/{self._turns}", options.timeout_s, on_response)[-1]
+        request_id = f"{self.conversation_id}/{self._turns}"
+        inputs = self._inputs(prompt, options)
+        last = infer(self.url, inputs, request_id, options.timeout_s, on_response, self.tenant)[-1]
         self._turns += 1
+        self.conversation_id = self.conversation_id or _text(last, "conversation_id")
         return TurnResult(
             text="".join(pieces),
             pieces=tuple(pieces),
@@ -244,11 +276,14 @@ class Chat:
             stats=json.loads(_text(last, "engine_stats")),
             total_s=time.monotonic() - begin,
             cumulative_logprob=float(last.as_numpy("cumulative_logprob")[0]) if options.logprob else None,
+            log_probs=tuple(log_probs),
+            recomputed_tokens=int(last.as_numpy("kv_recomputed_tokens")[0]),
+            note=_text(last, "kv_note"),
         )
 
-    def _inputs(self, text: str, options: TurnOptions) -> list[grpcclient.InferInput]:
+    def _inputs(self, prompt: str | Sequence[Mapping[str, str]], options: TurnOptions) -> list[grpcclient.InferInput]:
         values: dict[str, Any] = {
-            "text_input": text,
+            **({"text_input": prompt} if isinstance(prompt, str) else {"messages": json.dumps(list(prompt))}),
             "conversation_id": self.conversation_id,
             "streaming": True,
             "return_finish_reason": True,
@@ -265,9 +300,12 @@ class Chat:
             values["system_prompt"] = self.system_prompt
         optional = {
             "sampling_param_stop": options.stop,
+            "sampling_param_bad": options.bad,
             "protect": options.protect,
             "conversation_end": options.end,
             "return_cumulative_logprob": options.logprob,
+            "return_log_probs": options.logprob,
+            "priority": options.priority,
         }
         values |= {name: value for name, value in optional.items() if value}
         if options.seed is not None:
@@ -276,7 +314,8 @@ class Chat:
 
     def state(self) -> tuple[KvState, Mapping[str, Any]]:
         """The conversation's KV now, and the server's {"engine", "process", "conversation"} report."""
-        [answer] = infer(self.url, [tensor("stats", True), tensor("conversation_id", self.conversation_id)])
+        inputs = [tensor("stats", True), tensor("conversation_id", self.conversation_id)]
+        [answer] = infer(self.url, inputs, tenant=self.tenant)
         return _kv(answer), json.loads(_text(answer, "engine_stats"))
 
     def server_stats(self) -> Mapping[str, Any]:
@@ -289,7 +328,8 @@ class Chat:
 
     def end(self) -> None:
         """Free the conversation on the server; the next turn starts a new one."""
-        infer(self.url, [tensor("conversation_end", True), tensor("conversation_id", self.conversation_id)])
+        inputs = [tensor("conversation_end", True), tensor("conversation_id", self.conversation_id)]
+        infer(self.url, inputs, tenant=self.tenant)
         self._turns = 0
 
     def __enter__(self) -> Self:

@@ -155,7 +155,7 @@ def _turn_call(fields: Fields, origin: Origin, tenant: str, conversation_id: str
         sampling=_sampling(fields, choice),
         conversation_id=conversation_id,
         system_prompt=fields.text("system_prompt"),
-        protect=_protect(fields, len(text)),
+        protect=_protect(fields, messages[-1].content if messages else text),
         policy=fields.text("kv_policy"),
         end_conversation=ends,
         exclude_input_from_output=fields.flag("sampling_param_exclude_input_from_output", default=True),
@@ -197,12 +197,11 @@ def _prompt(fields: Fields) -> tuple[str, tuple[Message, ...]]:
             raise RequestError(
                 f"{name}: got it together with messages, expected one of them; put the text into messages"
             )
-    for name, why in (
-        ("protect", "its ranges count characters of text_input"),
-        ("sampling_param_exclude_input_from_output", "a chat has no one input to repeat"),
-    ):
-        if fields.has(name) and not (name != "protect" and fields.flag(name)):
-            raise RequestError(f"{name}: got it together with messages, but {why}; leave it out")
+    if not fields.flag("sampling_param_exclude_input_from_output", default=True):
+        raise RequestError(
+            "sampling_param_exclude_input_from_output: got false together with messages, expected true: a chat has no "
+            "one input to repeat; leave it out"
+        )
     return "", parse_messages(chat)
 
 
@@ -229,14 +228,15 @@ def _priority(fields: Fields) -> int:
     return priority
 
 
-def _protect(fields: Fields, num_chars: int) -> tuple[tuple[int, int], ...]:
-    flat = fields.wholes("protect")
+def _protect(fields: Fields, text: str) -> tuple[tuple[int, int], ...]:
+    """[start, end) ranges of characters of the text, or of the chat's newest message."""
+    flat, num_chars = fields.wholes("protect"), len(text)
     ranges = tuple(zip(flat[::2], flat[1::2], strict=True))
     for start, end in ranges:
         if not 0 <= start < end <= num_chars:
             raise RequestError(
                 f"protect: got [{start}, {end}), expected 0 <= start < end <= {num_chars}, the characters of "
-                "text_input; correct the range"
+                "text_input or of the newest message; correct the range"
             )
     return ranges
 

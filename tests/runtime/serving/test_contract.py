@@ -142,14 +142,16 @@ def test_a_whole_chat_takes_the_place_of_the_text() -> None:
     assert alone.request.messages == named.request.messages == (Message("user", "hi"),)
     assert alone.request.text == "" and alone.request.conversation_id is None
     assert named.request.conversation_id == "c" and named.request.end_conversation
+    protected = parse(one("messages", CHAT), InputTensor("protect", "INT32", (1, 2), [0, 2]))
+    assert isinstance(protected, TurnCall) and protected.request.protect == ((0, 2),)
 
 
 @pytest.mark.parametrize(
     ("tensor", "part"),
     [
         (one("system_prompt", b"be brief"), "system_prompt: got it together with messages"),
-        (InputTensor("protect", "INT32", (1, 2), [0, 1]), "protect: got it together with messages"),
-        (one("sampling_param_exclude_input_from_output", False), "exclude_input_from_output: got it together"),
+        (InputTensor("protect", "INT32", (1, 2), [0, 3]), r"protect: got \[0, 3\), .* <= 2, .* newest message"),
+        (one("sampling_param_exclude_input_from_output", False), "exclude_input_from_output: got false together"),
     ],
 )
 def test_what_does_not_go_with_a_whole_chat(tensor: InputTensor, part: str) -> None:
