@@ -28,17 +28,14 @@ class KvTransfer:
         storage = self._storage
         _wait(storage.device)
         ids, filled = self._index(place.page_ids), self._filled(place.page_lens, storage.limits.page_tokens)
-        pages = [pages.index_select(0, ids) for pages in storage.pages]
-        seen = [seen.index_select(0, ids) for seen in storage.seen]
-        for copy in pages:
-            copy.masked_fill_(~filled[:, None, None, :, None], 0.0)
-        for copy in seen:
-            copy.masked_fill_(~filled[:, None, :], 0.0)
+        pages, seen = _gather(storage.pages, ids), _gather(storage.seen, ids)
+        pages.masked_fill_(~filled[:, None, None, :, None], 0.0)
+        seen.masked_fill_(~filled[:, None, :], 0.0)
         blocks: Bytes = b""
         score: Bytes = b""
         if place.blocks.num_blocks:
             raw, scores = self._copy_blocks(storage.blocks(place.blocks.format), place)
-            blocks, score = _bytes_of([raw]), _bytes_of([scores])
+            blocks, score = _bytes_of(raw), _bytes_of(scores)
         return KvImage(_bytes_of(pages), _bytes_of(seen), blocks, score)
 
     def _copy_blocks(self, arena: BlockArena, place: KvPlace) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,12 +75,19 @@ class KvTransfer:
         return torch.arange(size, device=device)[None] < self._index(lens)[:, None]
 
 
-def _bytes_of(tensors: list[torch.Tensor]) -> Bytes:
-    """Their bytes one after another, on the host."""
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors if tensor.numel()]
-    if not flat:
+def _gather(arenas: tuple[torch.Tensor, ...], ids: torch.Tensor) -> torch.Tensor:
+    """[L, n, ...]: items `ids` of every layer's arena."""
+    out = arenas[0].new_empty((len(arenas), len(ids), *arenas[0].shape[1:]))
+    for layer, arena in enumerate(arenas):
+        torch.index_select(arena, 0, ids, out=out[layer])
+    return out
+
+
+def _bytes_of(tensor: torch.Tensor) -> Bytes:
+    """The bytes of a tensor, on the host."""
+    if not tensor.numel():
         return b""
-    return memoryview(torch.cat(flat).cpu().numpy().data)
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
 
 
 def _layers(part: Bytes, num_layers: int) -> Iterator[memoryview]:
