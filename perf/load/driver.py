@@ -30,10 +30,13 @@ class DriverOptions:
 
 @dataclass
 class _Open:
-    """A session that has begun. full_bytes: a full cache of its history, as its last answer said."""
+    """A session that has begun. left: its client left the turn before.
+
+    full_bytes: a full cache of its history, as its last answer said.
+    """
 
     conversation_id: str
-    busy: bool = False
+    left: bool = False
     full_bytes: int = 0
 
 
@@ -103,17 +106,16 @@ class Driver:
             kv_policy=self._options.policy if begins else None,
         )
         sent_s = self._now_s()
-        state.busy = True
         try:
             patience = Patience(self._options.turn_timeout_s, leave_after_s=turn.cancel_after_s)
-            answer = await requests.ask(values, f"{session.session_id}/{number}", patience)
+            ask = requests.ask_after_leaving if state.left else requests.ask
+            answer = await ask(values, f"{session.session_id}/{number}", patience)
+            state.left = answer.status == "left"
         except asyncio.CancelledError:
             self._record(TurnOutcome(
                 session.session_id, number, session.kind, "unfinished", due_s, sent_s, None, self._now_s()
             ))  # fmt: skip
             raise
-        finally:
-            state.busy = False
         self._record(self._outcome(session, (number, due_s), answer))
         return answer
 

@@ -7,7 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 import grpc
@@ -18,7 +18,12 @@ from perf.client import tensor
 from perf.server import MODEL_NAME
 
 Status = Literal["ok", "left", "refused", "unreachable", "unanswered"]
-GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN)
+NOTICE_S = 15.0  # in which a server notices that a client has left, on a busy machine too
+_STATUS: Mapping[Any, Status] = {
+    grpc.StatusCode.UNAVAILABLE: "unreachable",
+    grpc.StatusCode.UNKNOWN: "unreachable",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "left",
+}
 
 
 @dataclass(frozen=True)
@@ -37,9 +42,11 @@ class Target:
 @dataclass(frozen=True)
 class Patience:
     """timeout_s: longest wait for the whole answer.   leave_after_s: close the stream so long after sending.
-    leave_after_pieces: close it once so many pieces of text have come."""
+    leave_after_pieces: close it once so many pieces of text have come.   deadline_s: gRPC's own, which travels with
+    the request."""
 
     timeout_s: float = 600.0
+    deadline_s: float | None = None
     leave_after_s: float | None = None
     leave_after_pieces: int | None = None
 
@@ -63,6 +70,11 @@ class Answer:
     kv: Mapping[str, int] = field(default_factory=dict)
 
     @property
+    def busy(self) -> bool:
+        """Refused because the conversation's turn before still runs."""
+        return self.status == "refused" and "still running a turn" in self.error
+
+    @property
     def turn(self) -> Mapping[str, Any]:
         """The server's record of the turn, empty without one."""
         return dict(self.stats.get("turn") or {})
@@ -83,15 +95,26 @@ class Requests:
         await self._client.close()
 
     async def ask(self, values: Mapping[str, Any], request_id: str = "", patience: Patience | None = None) -> Answer:
-        """One request with the tensors `values` by name, to its end or until `patience` is over."""
-        inputs = [tensor(name, value) for name, value in values.items()]
+        """One request to its end or until `patience` is over. values: tensors by name, as values or ready made."""
+        patience = patience or Patience()
+        inputs = [v if isinstance(v, grpcclient.InferInput) else tensor(name, v) for name, v in values.items()]
         conversation = values.get("conversation_id")
         headers = dict(self.target.headers)
         if isinstance(conversation, str) and conversation.isascii() and conversation.isprintable():
             headers.setdefault("x-conversation-id", conversation)  # what a proxy in front of replicas hashes
         request = {"model_name": self.target.model, "inputs": inputs, "request_id": request_id}
-        stream = self._client.stream_infer(_once(request), headers=headers)
-        return await _Reading(stream, patience or Patience()).run()
+        stream = self._client.stream_infer(_once(request), patience.deadline_s, headers)
+        return await _Reading(stream, patience).run()
+
+    async def ask_after_leaving(self, values: Mapping[str, Any], request_id: str, patience: Patience) -> Answer:
+        """The turn after one that was left: until the server has noticed that, it says the conversation is busy, and
+        a client asks again. Times are of the first try, so that the wait counts."""
+        first_s = time.monotonic()
+        while True:
+            answer = await self.ask(values, request_id, patience)
+            if not answer.busy or time.monotonic() - first_s > NOTICE_S:
+                return replace(answer, sent_s=first_s)
+            await asyncio.sleep(0.1)
 
     async def stats(self, conversation_id: str | None = None, timeout_s: float = 30.0) -> Answer:
         """The server's report; `stats` and `kv` of the answer hold it."""
@@ -138,7 +161,7 @@ class _Reading:
                 raise
             status = "left"
         except grpc.aio.AioRpcError as error:
-            status = "unreachable" if error.code() in GONE else "refused"
+            status = _STATUS.get(error.code(), "refused")
             self._error = f"{error.code().name}: {error.details()}"
         finally:
             if leaving is not None:

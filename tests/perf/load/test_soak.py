@@ -1,0 +1,80 @@
+"""What judges a soak, and the requests it provokes errors with; the soak itself runs in tests/triton/test_load.py."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpcclient
+
+from perf.client import tensor
+from perf.load.misuse import BAD_REQUESTS
+from perf.load.soak import SoakReport, host_and_port, main, text_of
+from runtime.errors import ConfigError, RequestError
+from runtime.serving.contract import EndCall, Origin, StatsCall, TurnCall, parse_call
+from runtime.serving.tensors import InputTensor
+
+GOOD = SoakReport(600.0, {"take_turn": 9}, 0, (), 700.0, 714.0, {"KV bytes": 0, "conversations": 0})
+# What only the engine can refuse: it needs the conversations, the policies or the tokenizer.
+LEFT_TO_THE_ENGINE = {
+    "text far beyond the longest prompt", "unknown policy", "end of an unknown conversation",
+    "figures of an unknown conversation",
+}  # fmt: skip
+# Refused by Triton before our model hears of it.
+LEFT_TO_TRITON = {"a tensor of another name", "text as a number", "max_tokens as a fraction"}
+
+
+def as_input(made: grpcclient.InferInput) -> InputTensor:
+    content, dtype = made._get_content(), made.datatype()
+    raw = getattr(content, "raw_input_contents", None) or made._raw_data
+    assert raw is not None
+    from fuzz_engine import _input_tensor
+
+    from perf.load.fuzz_cases import FuzzTensor
+
+    plain = _input_tensor(FuzzTensor(made.name(), dtype, tuple(made.shape()), bytes(raw)))
+    assert plain is not None
+    return plain
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_bad_requests_are_refused_by_the_contract_or_left_to_the_engine(name: str) -> None:
+    made = [v if isinstance(v, grpcclient.InferInput) else tensor(n, v) for n, v in BAD_REQUESTS[name].items()]
+    tensors = [as_input(one) for one in made]
+    if name in LEFT_TO_THE_ENGINE:
+        assert isinstance(parse_call(tensors, Origin("x")), TurnCall | EndCall | StatsCall)
+        return
+    with pytest.raises(RequestError, match=r"expected|unknown"):
+        parse_call(tensors, Origin("x"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"num_problems": 2}, "2 errors"),
+        ({"last_third_mib": 722.0}, "resident memory changed by +3.1%"),
+        ({"last_third_mib": 678.0}, "resident memory changed by -3.1%"),
+        ({"left_behind": {"KV bytes": 64, "conversations": 0}}, "left behind: 64 KV bytes"),
+    ],
+)
+def test_a_soak_fails_for_each_fault_alone(changes: dict[str, object], part: str) -> None:
+    assert GOOD.failures == ()
+    [failure] = replace(GOOD, **changes).failures  # type: ignore[arg-type]
+    assert part in failure
+
+
+def test_the_report_says_what_was_done_and_seen() -> None:
+    text = text_of(replace(GOOD, num_problems=1, problems=("overlap: both were refused",)))
+    assert "9 take_turn" in text and "overlap: both were refused" in text and "+2.00%" in text
+
+
+def test_addresses_have_a_host_and_a_port() -> None:
+    assert host_and_port("127.0.0.1:8000") == ("127.0.0.1", 8000)
+    for bad in ("8000", "host:", "host:http"):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            host_and_port(bad)
+
+
+@pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--minutes", "nan"], ["--clients", "0"]])
+def test_bad_arguments_are_one_line(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--output", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("error: --minutes, --clients")
