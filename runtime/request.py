@@ -52,6 +52,10 @@ class SamplingParams:
             raise RequestError("stop: got an empty stop string, expected non-empty text; leave it out")
         if any(not word for word in self.bad):
             raise RequestError("bad: got an empty text, expected words that must not appear; leave it out")
+        if any("\ufffd" in word for word in self.bad):
+            raise RequestError(
+                "bad: got U+FFFD, which stands for bytes that are no character, expected text; leave it out"
+            )
         if len(self.bad) > MAX_BAD_WORDS or any(len(word) > MAX_BAD_WORD_CHARS for word in self.bad):
             raise RequestError(
                 f"bad: got {len(self.bad)} words, the longest of {max(map(len, self.bad))} characters, expected at "

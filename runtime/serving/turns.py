@@ -239,10 +239,17 @@ class Turns:
             self._turns[engine_id] = turn
         try:
             self._loop.submit(call.request, self._reports.follow(call.request, self._events.put))
-        except CommitKVError as error:
-            self._reports.refused(engine_id, call.request.conversation_id, error)
+        except Exception as error:
             self._forget(engine_id)
-            turn.fail(error_code(error), str(error))
+            self._reports.refused(engine_id, call.request.conversation_id, error)
+            if isinstance(error, CommitKVError):
+                turn.fail(error_code(error), str(error))
+            else:  # ours, not the client's
+                self._log(f"request {engine_id}: not taken, {error!r}")
+                turn.fail("INTERNAL", f"internal error: {error!r}")
+        else:
+            if turn.client_gone:  # the engine did not know the turn yet when it was cancelled
+                self._loop.cancel(engine_id)
 
     def _stop(self, call: StopCall) -> None:
         with self._lock:

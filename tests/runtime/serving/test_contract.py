@@ -115,6 +115,7 @@ def test_calls_that_run_no_turn() -> None:
         (InputTensor("protect", "INT32", (1, 2), [3, 3]), r"protect: got \[3, 3\)"),
         (InputTensor("protect", "INT32", (1, 2), [0, 6]), "<= 5"),
         (one("sampling_param_bad", b""), "sampling_param_bad: got an empty text"),
+        (one("sampling_param_bad", "a\ufffd".encode()), r"sampling_param_bad: got U\+FFFD"),
         (InputTensor("sampling_param_bad", "STRING", (1,), [b"x" * 257]), "sampling_param_bad: got 1 words"),
         (InputTensor("sampling_param_bad", "STRING", (129,), [b"x"] * 129), f"at most {MAX_BAD_WORDS} of at most"),
         (one("sampling_param_best_of", 2), "sampling_param_best_of: got 2, expected 1"),

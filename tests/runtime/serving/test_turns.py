@@ -170,6 +170,37 @@ def test_a_client_that_leaves_cancels_its_turn(loop: HandLoop, turns: Turns) -> 
     assert sink.error is not None and sink.error[0] == "CANCELLED"
 
 
+def test_a_client_that_leaves_before_its_turn_is_queued_cancels_it_too(loop: HandLoop, turns: Turns) -> None:
+    sink, submit = ListSink(), loop.submit
+
+    def slow_submit(request: Request, on_event: Callable[[Event], None]) -> None:
+        sink.gone = True
+        time.sleep(0.3)  # the question whether the client has left comes in between
+        loop.cancelled.clear()
+        submit(request, on_event)
+
+    def cancel(request_id: str) -> None:
+        loop.cancelled.append(request_id)
+        if request_id in loop.listeners:
+            loop.emit(FinishEvent(request_id, "cancelled", "", TurnStats()))
+
+    loop.submit, loop.cancel = slow_submit, cancel  # type: ignore[method-assign]
+    turns.handle([one("text_input", b"hello")], "c", sink)
+    assert sink.done.wait(5) and sink.error is not None and sink.error[0] == "CANCELLED"
+    assert loop.cancelled == [loop.requests[0].request_id]
+
+
+def test_a_fault_of_ours_is_told_and_leaves_nothing_behind(loop: HandLoop) -> None:
+    log: list[str] = []
+    turns = Turns(loop, None, log.append)
+    loop.refuse = ZeroDivisionError("engine")
+    sink = start(turns)
+    assert sink.error is not None and sink.error[0] == "INTERNAL" and "ZeroDivisionError" in sink.error[1]
+    time.sleep(0.2)  # a question for cancellation now would kill a server
+    turns.close(0.0)
+    assert "ZeroDivisionError" in log[0]
+
+
 def test_cancellation_is_asked_until_the_last_response_and_never_beside_it(loop: HandLoop, turns: Turns) -> None:
     class SlowSink(ListSink):
         inside = 0
