@@ -13,46 +13,27 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TypeVar
 
 from runtime.admission import Admission
 from runtime.answer import accept_token, finish_event
-from runtime.checkpoint_hook import CheckpointFigures, CheckpointHook, Revival
-from runtime.config import EngineLimits, ModelSpec, RuntimeConfig
+from runtime.checkpoint_hook import CheckpointFigures, Revival
 from runtime.conversation import Conversation
 from runtime.conversation_table import ConversationTable
-from runtime.errors import OutOfMemoryError
+from runtime.engine_parts import EngineParts
 from runtime.eviction import Evictor
 from runtime.figures import EngineStats, Figures
-from runtime.intake import Intake
 from runtime.keeper import Keeper
-from runtime.kv_manager import Freed, KvManager
+from runtime.kv_manager import Freed
 from runtime.kv_totals import kv_totals
 from runtime.maintenance import CommitWork, Maintenance, ProbeSettings, ProbeWork
-from runtime.observer import Observer
 from runtime.request import ErrorEvent, Event, KvStats, Request
 from runtime.scheduler import Scheduler, Starved, StepWork
-from runtime.step import Executor, ProbePlan, StepResult
+from runtime.step import ProbePlan, StepResult
+from runtime.upkeep import Upkeep
 
 Peeked = TypeVar("Peeked")
 Work = StepWork | Starved | ProbeWork | CommitWork
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """What the wiring puts together: the device half, the text side, and who watches them."""
-
-    spec: ModelSpec
-    limits: EngineLimits
-    config: RuntimeConfig
-    manager: KvManager
-    executor: Executor
-    intake: Intake
-    probe_prompt: tuple[int, ...]
-    observer: Observer | None = None
-    checkpoints: CheckpointHook = field(default_factory=CheckpointHook)
-    boundaries: frozenset[int] = frozenset()
 
 
 class Engine:
@@ -79,8 +60,10 @@ class Engine:
         )
         self._maintenance = Maintenance(manager, self._table.by_handle, probe, parts.config.watermark)
         self._lock = threading.RLock()
+        self._upkeep = Upkeep(parts, self._maintenance, self._keeper, self._figures, self._lock, clock_ns)
         self._arrivals = threading.Event()  # set by submit and cancel: a running probe gives way
         self._idle = True
+        self._checkpoints.attach(self._arrivals.set)
 
     # Any thread
 
@@ -90,9 +73,17 @@ class Engine:
         Raises RequestError, and StoreUnavailableError where a conversation may lie in a store that does not answer.
         """
         self._intake.prepare(request)
+        if request.conversation_id is None:
+            return None
         with self._lock:
-            held = request.conversation_id is None or self._table.find(request.tenant, request.conversation_id)
-        return None if held else self._checkpoints.find(request)
+            held = self._table.find(request.tenant, request.conversation_id)
+        if held is not None and (held.turn is not None or not self._checkpoints.is_superseded(held)):
+            return None
+        with self._lock:
+            if held is not None and held.handle in self._table.idle:
+                self._keeper.retire(held)
+                self._checkpoints.give_up(held)
+        return self._checkpoints.find(request)
 
     def submit(self, request: Request, revival: Revival | None = None) -> None:
         """Queues a turn. Raises RequestError and its kin, with nothing changed, if it can never run."""
@@ -190,9 +181,9 @@ class Engine:
         self._checkpoints.close(timeout_s)
 
     def has_turns(self) -> bool:
-        """Whether a turn waits or runs."""
+        """Whether a turn waits or runs, or has ended and its client was not told."""
         with self._lock:
-            return self._table.has_turns
+            return self._table.has_turns or self._checkpoints.holds
 
     # The engine's thread
 
@@ -227,8 +218,8 @@ class Engine:
         with self._lock:
             self._arrivals.clear()
             self._keeper.end_expired(started)
-            self._checkpoints.between_steps(self._make_room, self._scheduler.evictor.drop)
-            ended = self._reap()
+            written = self._checkpoints.between_steps(self._keeper.make_room, self._scheduler.evictor.drop)
+            ended = [*written, *self._reap()]
             work = None if ended else self._plan()
             self._keeper.release_dropped()
             self._idle = work is None and not ended
@@ -237,9 +228,9 @@ class Engine:
             case StepWork():
                 return self._run(work), True
             case ProbeWork():
-                self._run_probe(work)
+                self._upkeep.probe(work, self._arrivals.is_set)
             case CommitWork():
-                self._run_commit(work)
+                self._upkeep.commit(work)
             case Starved():
                 return self._relieve(work), True
         return ended, not self._idle
@@ -298,49 +289,7 @@ class Engine:
             self._checkpoints.changed(conversation)
         elif not conversation.end_requested:  # else that was said when it was asked for
             self._checkpoints.discard(conversation)
-        return [event]
-
-    def _make_room(self) -> bool:
-        """Gives up the cache of one idle conversation, at once: what takes its place is about to be written."""
-        made = self._scheduler.make_room()
-        self._keeper.release_dropped()
-        return made
-
-    def _run_probe(self, work: ProbeWork) -> None:
-        started = self._clock_ns()
-        done = False
-        try:
-            done = self._executor.probe(work.plan, _never if work.urgent else self._arrivals.is_set)
-        finally:
-            with self._lock:
-                self._maintenance.settle_probe(work, done)
-                self._keeper.release(Freed(work.reservation.new_page_ids))
-        self._figures.count_probe(self._clock_ns() - started, done)
-
-    def _run_commit(self, work: CommitWork) -> None:
-        started = self._clock_ns()
-        line = self._executor.draw_line(work.plan)
-        try:
-            with self._lock:
-                reservation = self._manager.reserve_publish(work.plan, line)
-        except OutOfMemoryError:
-            with self._lock:
-                if not self._scheduler.make_room():
-                    self._maintenance.commit_failed()
-                self._keeper.release_dropped()
-            return
-        try:
-            result = self._executor.publish(reservation.plan)
-        except BaseException:
-            with self._lock:
-                self._manager.cancel_commit(reservation)
-            raise
-        with self._lock:
-            self._keeper.release(self._manager.settle_commit(reservation))
-            self._checkpoints.changed(self._table.by_handle[work.plan.handle])
-            if self._observer is not None:
-                self._observer.committed(work.plan.handle, result)
-        self._figures.count_commit(self._clock_ns() - started, result)
+        return self._checkpoints.hold(conversation, event)
 
     def _relieve(self, starved: Starved) -> list[Event]:
         """Nobody could get pages: compress what can be, else the newest turn gives up its cache or is refused."""
@@ -352,7 +301,7 @@ class Engine:
                 self._scheduler.preempt(starved.victim)
                 self._keeper.release_dropped()
         if commit is not None:
-            self._run_commit(commit)
+            self._upkeep.commit(commit)
         return []
 
     def _fail(self, conversation: Conversation, error: Exception) -> list[Event]:
@@ -375,7 +324,3 @@ class Engine:
             elif turn is None and conversation.end_requested:
                 self._keeper.remove(conversation)
         return events
-
-
-def _never() -> bool:
-    return False

@@ -162,6 +162,16 @@ class Keeper:
         self._table.remove(conversation)
         self.release(self._manager.release(conversation.handle))
 
+    def make_room(self) -> bool:
+        """Gives up the cache of somebody who is not running, at once; False if nobody has any."""
+        made = self._scheduler.make_room()
+        self.release_dropped()
+        return made
+
+    def held(self, handle: int) -> Conversation:
+        """The conversation of a handle that is in use."""
+        return self._table.by_handle[handle]
+
     def release(self, freed: Freed) -> None:
         """Tells the device what nobody owns any more."""
         self._executor.release(freed.page_ids, freed.blocks)

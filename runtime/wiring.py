@@ -22,8 +22,9 @@ from runtime.checkpoint_hook import CheckpointHook
 from runtime.checkpoint_store import CheckpointStore, StoreLimits
 from runtime.checkpoints import Checkpoints, engine_fingerprint
 from runtime.config import RuntimeConfig
-from runtime.engine import Engine, EngineParts
+from runtime.engine import Engine
 from runtime.engine_interface import StepLimits, make_interface
+from runtime.engine_parts import EngineParts
 from runtime.errors import ConfigError, ManifestError
 from runtime.executor_torch import TORCH_FORMS, Forms, TorchExecutor
 from runtime.intake import Intake

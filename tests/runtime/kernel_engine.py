@@ -14,7 +14,8 @@ from simulated_engine import CharTokenizer, PlainChat
 from builder.lower_torch import TorchDecoder
 from builder.model import HEAD, weight_recipes
 from runtime.config import DType, EngineLimits, ModelSpec, RopeSpec, RuntimeConfig
-from runtime.engine import Engine, EngineParts
+from runtime.engine import Engine
+from runtime.engine_parts import EngineParts
 from runtime.intake import Intake
 from runtime.kv_manager import KvManager
 from runtime.kv_storage import ArenaPlace, KvStorage

@@ -11,7 +11,8 @@ from simulated_executor import SimulatedExecutor
 
 from runtime.bad_words import TokenTexts
 from runtime.config import EngineLimits, ModelSpec, RopeSpec, RuntimeConfig
-from runtime.engine import Engine, EngineParts
+from runtime.engine import Engine
+from runtime.engine_parts import EngineParts
 from runtime.intake import Intake
 from runtime.kv_manager import KvManager
 from runtime.policy.base import Policy, Schedule

@@ -6,8 +6,10 @@ Two engines with the same weights stand for two replicas; they share a store and
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from runtime.checkpoint_store import CheckpointStore, StoreLimits
 from runtime.checkpoint_tables import place_of, tables_of
 from runtime.checkpoints import Checkpoints, find_policy, policy_ref
 from runtime.conversation import Conversation
-from runtime.engine import Engine, EngineParts
+from runtime.engine import Engine
+from runtime.engine_parts import EngineParts
 from runtime.errors import LostConversationError, RequestError, StoreUnavailableError, UnknownConversationError
 from runtime.executor_torch import TorchExecutor
 from runtime.intake import Intake
@@ -68,7 +71,7 @@ class Replica:
     """An engine on a tiny model with a store of checkpoints."""
 
     def __init__(
-        self, url: str, *, fingerprint: str = "same", limits: StoreLimits | None = None, **config: int
+        self, url: str, *, fingerprint: str = "same", limits: StoreLimits | None = None, **config: Any
     ) -> None:
         self.limits = dataclasses.replace(make_limits("fp32"), policy="commitkv")
         self.config = dataclasses.replace(CONFIG, **config)
@@ -81,7 +84,8 @@ class Replica:
         executor = TorchExecutor(TorchDecoder(SPEC, weights, "fp32", "cpu"), SPEC, self.limits, storage)
         self.transfer = KvTransfer(storage)
         self.store = CheckpointStore(url, limits or StoreLimits())
-        self.checkpoints = Checkpoints(fingerprint, self.manager, self.transfer, self.store)
+        wait_s = self.config.checkpoint_wait_s
+        self.checkpoints = Checkpoints(fingerprint, self.manager, self.transfer, self.store, wait_s)
         intake = Intake(CharTokenizer(), PlainChat(), "commitkv", self.limits.max_seq_len)  # type: ignore[arg-type]
         parts = EngineParts(
             SPEC, self.limits, self.config, self.manager, executor, intake, (5, 6, 7), checkpoints=self.checkpoints
@@ -145,6 +149,8 @@ def replica(url: str) -> Iterator[Callable[..., Replica]]:
 
     def make(**options: object) -> Replica:
         made.append(Replica(url, **options))  # type: ignore[arg-type]
+        if len(made) == 1:  # goes on as if there were no others, which are compared with it
+            made[0].store.is_superseded = lambda key: False  # type: ignore[method-assign]
         return made[-1]
 
     yield make
@@ -439,6 +445,50 @@ def test_a_device_that_fails_while_copying_in_costs_the_cache_only(
     monkeypatch.setattr(there.transfer, "copy_in", fail)
     answer, end = there.turn(TEXTS[1])
     assert answer == here.turn(TEXTS[1])[0] and "device lost" in end.stats.recomputed_reason
+
+
+def test_an_answer_may_wait_until_it_is_written(
+    replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then whatever a client was told is in the store, whenever the server dies."""
+    here, there = replica(checkpoint_wait_s=WAIT_S), replica()
+    slow = threading.Event()
+    write = here.store._do
+
+    def write_later(job: Any) -> None:
+        assert slow.wait(WAIT_S)
+        write(job)
+
+    monkeypatch.setattr(here.store, "_do", write_later)
+    request_id = here.submit(TEXTS[0])
+    events: list[Event] = []
+    while not here.checkpoints.holds:
+        events += here.engine.step()[0]
+    events += drain(here.engine)
+    assert len(text_of(events, request_id)) > 0, "pieces of an answer do not wait"
+    assert not any(isinstance(event, FinishEvent) for event in events) and here.engine.has_turns()
+    slow.set()
+    while here.engine.has_turns():
+        here.engine.wait_for_work(WAIT_S)  # which the writer ends
+        events += here.engine.step()[0]
+    assert isinstance(last_of(events, request_id), FinishEvent)
+    assert there.turn(TEXTS[1])[1].stats.recomputed_tokens == 0
+
+
+def test_no_answer_waits_longer_than_it_may_or_for_nothing(
+    replica: Callable[..., Replica], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = replica(checkpoint_wait_s=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(here.store, "has_room", lambda num_bytes: False)
+        here.submit(TEXTS[0])
+        events: list[Event] = []
+        while not any(isinstance(event, FinishEvent) for event in events):
+            events += here.engine.step()[0]
+    assert "not yet written" in caplog.text
+    here.finish(here.submit(TEXTS[1], "ends", end_conversation=True))
+    here.engine.submit(request := Request("raw", TEXTS[0], SamplingParams(max_tokens=3)), here.engine.prepare(request))
+    assert here.finish("raw")[1].reason == "length" and not here.checkpoints.holds
 
 
 def test_its_system_prompt_is_shared_again(replica: Callable[..., Replica]) -> None:
