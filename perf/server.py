@@ -35,6 +35,7 @@ from runtime.errors import CommitKVError, ConfigError
 REPO_ROOT = Path(__file__).resolve().parents[1]
 MODEL_NAME = "tensorrt_llm"
 KILL_AFTER_S = 10.0
+TENANT_HEADER = "^commitkv[-_]tenant$"
 MODEL_POLL_S = 0.5
 
 
@@ -266,6 +267,8 @@ class TritonServer:
             f"--backend-config=python,shm-region-prefix-name={self._prefix}",
             f"--backend-config=python,stub-timeout-seconds={max(30, round(options.ready_timeout_s))}",
             "--disable-auto-complete-config",
+            # What a front end says of the tenant reaches the model; see runtime/deploy/.
+            *(f"--{kind}-header-forward-pattern={TENANT_HEADER}" for kind in ("http", "grpc")),
             "--log-verbose=0",
             *options.arguments,
         ]

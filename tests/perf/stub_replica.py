@@ -48,7 +48,7 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._stub = stub
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        tenants = [str(value) for key, value in context.invocation_metadata() if key == "commitkv_tenant"]
+        tenants = [str(value) for key, value in context.invocation_metadata() if key.startswith("commitkv")]
         for request in requests:
             answer = service_pb2.ModelInferResponse(model_name=self._stub.name, model_version=",".join(tenants))
             yield service_pb2.ModelStreamInferResponse(infer_response=answer)
@@ -72,7 +72,8 @@ def _handler(stub: StubReplica) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            said = {"replica": stub.name, "tenant": self.headers.get("commitkv_tenant", "")}
+            tenants = [value for key, value in self.headers.items() if key.lower().startswith("commitkv")]
+            said = {"replica": stub.name, "tenant": ",".join(tenants)}
             if self.path.endswith("generate_stream"):
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")

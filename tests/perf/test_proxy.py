@@ -134,15 +134,15 @@ def test_pieces_are_not_held_back(proxy: Proxy, replicas: list[StubReplica]) -> 
 
 
 def test_a_client_cannot_name_its_tenant(proxy: Proxy) -> None:
-    claim = {CONVERSATION_HEADER: "x", "commitkv_tenant": "acme"}
+    claim = {CONVERSATION_HEADER: "x", "commitkv_tenant": "acme", "commitkv-tenant": "acme"}
     with GrpcClient(proxy.grpc_url) as client:
         [answer] = client.answers(claim)
-        assert answer.model_version == ""
-    assert generate(proxy.http_url, claim)["tenant"] == ""
+        assert answer.model_version == "public"
+    assert generate(proxy.http_url, claim)["tenant"] == "public"
 
 
 def test_nginx_takes_the_tenant_from_the_key(replicas: list[StubReplica]) -> None:
-    claim = {CONVERSATION_HEADER: "x", "commitkv_tenant": "other", "x-api-key": "key-of-acme"}
+    claim = {CONVERSATION_HEADER: "x", "commitkv-tenant": "other", "x-api-key": "key-of-acme"}
     with (
         Proxy("nginx", [stub.replica for stub in replicas], {"key-of-acme": "acme"}) as proxy,
         GrpcClient(proxy.grpc_url) as client,
@@ -150,7 +150,7 @@ def test_nginx_takes_the_tenant_from_the_key(replicas: list[StubReplica]) -> Non
         [answer] = client.answers(claim)
         assert answer.model_version == "acme"
         assert generate(proxy.http_url, claim)["tenant"] == "acme"
-        assert generate(proxy.http_url, {**claim, "x-api-key": "unknown"})["tenant"] == ""
+        assert generate(proxy.http_url, {**claim, "x-api-key": "unknown"})["tenant"] == "public"
 
 
 def test_what_steers_the_server_is_not_served(proxy: Proxy) -> None:
