@@ -229,3 +229,33 @@ def test_the_system_part_of_a_rendered_text_is_found() -> None:
     plain = ChatFormat(None, bos_token="<s>")
     assert plain.system_end(plain.first_turn(None, "Hello").text) == 0
     assert plain.system_end(plain.first_turn("Be brief.", "Hello").text) == len("<s>Be brief.\n\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "written", "compared"),
+    [
+        ("chatml", " hi\n", " hi\n", " hi\n"),
+        ("llama3", " hi\n", "hi", "hi"),
+        ("mistral", "hi ", " hi ", "hi "),
+        ("llama2", " hi", "  hi", "hi"),
+    ],
+)
+def test_given_answers_are_written_as_the_template_writes_them(
+    name: str, given: str, written: str, compared: str
+) -> None:
+    chat = make(name)
+    assert chat.answer(given) == written
+    assert chat.plain("assistant", given) == compared
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": given},
+        {"role": "user", "content": "b"},
+    ]
+    text = chat.first_turn(None, "a").text + chat.answer(given) + chat.next_turn("b", False).text
+    assert text == chat.render(messages)
+
+
+def test_messages_are_compared_by_what_the_template_makes_of_them() -> None:
+    strips, verbatim = make("llama3"), make("chatml")
+    for role in ("system", "user"):
+        assert strips.plain(role, " hi\n") == "hi" and verbatim.plain(role, " hi\n") == " hi\n"  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_engine import LIMITS, SPEC, eager
 
@@ -151,6 +151,47 @@ def test_truncate_undoes_active_tokens_only() -> None:
     manager.check_invariants()
 
 
+def test_staged_tokens_are_undone_too() -> None:
+    manager = manager_of()
+    manager.open(0, POLICY)
+    manager[0].protect(20, 23)
+    fill(manager, 0, 100)
+    manager.stage(0, Event.TURN_ENDED)
+    staged, used = manager[0].num_staged, manager.budget.used_bytes
+    assert staged == 88 - 7 and manager[0].unprobed == [(0, 88)]
+    freed = manager.truncate(0, 45)
+    assert freed is not None and len(freed.page_ids) == 7
+    manager.check_invariants()
+    assert manager[0].num_tokens == 45 and manager[0].num_staged == 45 - 7 and manager[0].unprobed == [(0, 45)]
+    assert manager.budget.used_bytes < used
+    # The page that was cut stays staged; new tokens go to one of their own.
+    reservation = manager.reserve_rows(0, 10)
+    assert {slot // PAGE for slot in reservation.slots} == set(reservation.new_page_ids)
+    manager.settle_rows(reservation)
+    manager.check_invariants()
+    plan = manager.plan_commit(0)
+    assert plan is not None and list(plan.positions) == [*range(4, 20), *range(23, 45)]
+    commit(manager, 0, keep=3)
+    manager.check_invariants()
+
+
+def test_a_rollback_that_meets_a_commit_begins_anew_and_forgets_what_was_protected_later() -> None:
+    manager = manager_of()
+    manager.open(0, POLICY)
+    manager[0].protect(10, 12)
+    manager[0].protect(70, 75)
+    fill(manager, 0, 100)
+    commit(manager, 0, keep=5)
+    manager.rollback(0, 95)
+    assert manager[0].num_tokens == 95, "the recent window is still there"
+    manager.rollback(0, 60)
+    manager.check_invariants()
+    assert manager[0].num_tokens == 0 and manager.budget.used_bytes == 0
+    assert manager[0].protected_ranges() == [(0, 4), (10, 12)]
+    manager.rollback(0, 2)
+    assert manager[0].protected_ranges() == [(0, 4)], "the policy's own first tokens stay protected"
+
+
 def test_reset_remembers_protection_and_peak() -> None:
     manager = manager_of()
     manager.open(0, POLICY)
@@ -169,6 +210,7 @@ def test_too_little_memory_is_refused_with_the_least_that_works() -> None:
         KvManager(SPEC, LIMITS, 1000)
 
 
+@settings(deadline=None)
 @given(
     alive=st.lists(st.integers(0, 16), max_size=8),
     new_kept=st.integers(0, 60),
