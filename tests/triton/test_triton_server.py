@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,13 +12,13 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
+from served import BackgroundTurn, events_of, post, wait_until_no_turn_runs
 
 from perf.client import (
     Chat,
     ServerUnreachableError,
     TurnError,
     TurnOptions,
-    TurnResult,
     engine_stats,
     infer,
     server_version,
@@ -33,54 +29,10 @@ from perf.server import ServerOptions, ServerStartError, TritonServer
 
 pytestmark = pytest.mark.triton
 
-LONG = TurnOptions(max_tokens=1500)
-
 
 def options_for(engine_dir: Path, **changes: Any) -> ServerOptions:
     parameters = {"engine_dir": str(engine_dir), "kv_memory_bytes": str(64 << 20), "num_threads": "1"}
     return ServerOptions(parameters=parameters, **changes)
-
-
-def post(server: TritonServer, path: str, body: Mapping[str, Any]) -> tuple[int, str]:
-    request = urllib.request.Request(
-        f"http://{server.http_url}/v2/models/tensorrt_llm/{path}",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
-            return reply.status, reply.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-class BackgroundTurn:
-    """A turn in a thread; `started` is set by its first piece."""
-
-    def __init__(self, chat: Chat, options: TurnOptions = LONG) -> None:
-        self.started = threading.Event()
-        self.leave = threading.Event()
-        self._pool = ThreadPoolExecutor(1)
-        self._future = self._pool.submit(chat.turn, "a long story", options, self._on_text)
-        assert self.started.wait(60)
-
-    def _on_text(self, _: str) -> None:
-        self.started.set()
-        if self.leave.is_set():
-            raise ConnectionAbortedError
-
-    def result(self) -> TurnResult:
-        try:
-            return self._future.result(120)
-        finally:
-            self._pool.shutdown()
-
-
-def wait_until_no_turn_runs(url: str) -> None:
-    deadline = time.monotonic() + 10
-    while engine_stats(url)["engine"]["running"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert engine_stats(url)["engine"]["running"] == 0
 
 
 def test_streaming_gives_pieces_and_counts(url: str) -> None:
@@ -235,7 +187,7 @@ def test_http_generate_answers_once(server: TritonServer) -> None:
 def test_http_generate_stream_sends_events(server: TritonServer) -> None:
     body = {"text_input": "hello", "streaming": True, "sampling_param_max_tokens": 6}
     status, text = post(server, "generate_stream", body)
-    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line]
+    events = events_of(text)
     assert status == 200 and len(events) > 2 and "kv_bytes" in events[-1]
     _, whole = post(server, "generate", body | {"streaming": False})
     assert "".join(event["text_output"] for event in events) == json.loads(whole)["text_output"]
@@ -265,7 +217,8 @@ def test_a_killed_model_ends_the_server_and_the_turn(tiny_engine_dir: Path) -> N
     """Triton itself would go on saying ready, and the client would wait until its own time-out."""
     with TritonServer(options_for(tiny_engine_dir, grace_s=1.0)) as server:
         running = BackgroundTurn(Chat(server.grpc_url, "orphan"))
-        [model] = psutil.Process(server.pid).children()
+        stubs = psutil.Process(server.pid).children()
+        [model] = [stub for stub in stubs if "/tensorrt_llm/" in " ".join(stub.cmdline())]
         begin = time.monotonic()
         model.kill()
         with pytest.raises(ServerUnreachableError):
