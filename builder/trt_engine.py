@@ -14,7 +14,7 @@ from builder.lower_trt import EngineShape, PluginInsert, build_network
 from builder.model import weight_recipes
 from builder.trt_api import Builder, TrtModule
 from builder.weights.checkpoint import Checkpoint
-from plugins.layout import BlockFormat
+from plugins.layout import QUANTIZED, BlockFormat
 from runtime.config import EngineLimits, ModelSpec
 from runtime.engine_interface import MAX_ELEMENTS, EngineInterface, StepLimits
 from runtime.errors import BuildError, ConfigError
@@ -57,8 +57,14 @@ def native_shape(spec: ModelSpec, limits: EngineLimits, max_step_tokens: int) ->
 
 
 def block_format_of(spec: ModelSpec, limits: EngineLimits) -> BlockFormat:
-    """All blocks of an engine have the format of its policy."""
-    return block_layout(spec, limits, get_policy(limits.policy).block_format).format
+    """All blocks of an engine have the format of its policy. Raises ConfigError for one that no network reads."""
+    layout = block_layout(spec, limits, get_policy(limits.policy).block_format)
+    if layout.mixed:
+        raise ConfigError(
+            f"policy: {limits.policy} keeps {layout.format} blocks, whose keys have two widths, expected a policy with "
+            f"blocks of one width ({', '.join(QUANTIZED)}); choose another, or build with --target cpu"
+        )
+    return layout.format
 
 
 def _check_native_logits(spec: ModelSpec, limits: EngineLimits, interface: EngineInterface) -> None:

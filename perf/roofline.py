@@ -12,12 +12,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from perf.kernel_shapes import ELEMENT_BYTES, HEADS, CommitShape, Heads, KernelShape, attend_shapes, commit_shapes
 from plugins.attend.cuda import DECODE_ROWS, AttendKernel
 from plugins.kv_tiles import KvShape
-from plugins.layout import BlockFormat, PageLayout
+from plugins.layout import CODE_BITS, BlockFormat, PageLayout
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def pipeline_row(shape: KernelShape, latency_s: float) -> str:
 
 def in_flight_shapes(heads: Heads) -> tuple[KernelShape, ...]:
     """Pages, then blocks of every format that kernels have."""
-    formats = [name for name in get_args(BlockFormat) if name not in ("fp16", "fp32")]
+    formats = [name for name in CODE_BITS if name not in ("fp16", "fp32")]
     return (KernelShape(heads, 1, 4096), *(KernelShape(heads, 1, 4096, 0.5, name) for name in formats))
 
 
@@ -159,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [heads.name for heads in HEADS]
     parser = argparse.ArgumentParser(prog="python -m perf.roofline", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", choices=names, action="append", help="one or more (default: all)")
-    parser.add_argument("--format", choices=get_args(BlockFormat), default="k8v4", help="blocks (default %(default)s)")
+    parser.add_argument("--format", choices=tuple(CODE_BITS), default="k8v4", help="blocks (default %(default)s)")
     parser.add_argument("--latency-ns", type=float, default=LATENCY_S * 1e9, help="of a copy (default %(default).0f)")
     options = parser.parse_args(argv)
     chosen = [heads for heads in HEADS if heads.name in (options.model or names)]

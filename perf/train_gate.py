@@ -92,7 +92,13 @@ class Tracer:
         self._memory: KvMemory = parts.executor._memory_of("")
 
     def trace(self, conversation: Conversation, max_tokens: int) -> Trace:
-        """Holds the conversation with answers of `max_tokens`, as far as the engine's length allows."""
+        """What was recorded of a conversation with answers of `max_tokens`."""
+        trace = self._read(self._hold(conversation, max_tokens), self._manager)
+        self._end()
+        return trace
+
+    def _hold(self, conversation: Conversation, max_tokens: int) -> ConversationKv:
+        """Holds the conversation, as far as the engine's length allows; its cache stays until `_end`."""
         system = conversation.system
         for i, turn in enumerate(conversation.turns):
             sampling = SamplingParams(max_tokens=min(turn.max_tokens, max_tokens))
@@ -100,11 +106,11 @@ class Tracer:
             system = None
             if self._engine.kv_stats("c").active + self._engine.kv_stats("c").staged > 0.8 * self._max_tokens:
                 break
-        handle = self._engine.conversation("c").handle
-        trace = self._read(self._manager[handle], self._manager)
+        return self._manager[self._engine.conversation("c").handle]
+
+    def _end(self) -> None:
         self._engine.end_conversation("c")
         self._rest()
-        return trace
 
     def _read(self, kv: ConversationKv, manager: KvManager) -> Trace:
         slots: list[int] = []

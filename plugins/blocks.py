@@ -1,4 +1,4 @@
-"""Committed blocks as bytes: quantize and pack entries, and bring them back.
+"""Committed blocks as bytes: quantize and pack entries, and bring them back. Keys of two widths: `mixed_keys`.
 
 Everything works on `raw` [n, block_bytes] uint8: an arena, or blocks gathered from one. Geometry comes from
 `plugins.layout.BlockLayout`. Scales and minima are rounded to fp16 *before* codes are computed from them, so
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import torch
 
+from plugins.codes import fp16_range, pack_codes, to_codes, unpack_codes
 from plugins.layout import BlockLayout
+from plugins.mixed_keys import read_mixed_keys, write_mixed_keys
 
 VALUE_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FP16_MAX = 65504.0
 
 
 def fp16_field(raw: torch.Tensor, offset: int, count: int) -> torch.Tensor:
@@ -21,7 +22,11 @@ def fp16_field(raw: torch.Tensor, offset: int, count: int) -> torch.Tensor:
 
 
 def k_field(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
-    """View of K codes: [n, E, k_row_bytes] uint8 if quantized, else [n, E, D] of the values themselves."""
+    """View of K codes: [n, E, k_row_bytes] uint8 if quantized, else [n, E, D] of the values themselves.
+
+    Not of mixed formats, whose rows are of two sizes.
+    """
+    assert not layout.mixed, layout.format
     return _codes_field(raw, layout.k_codes, layout.k_row_bytes, layout)
 
 
@@ -37,42 +42,10 @@ def _codes_field(raw: torch.Tensor, offset: int, row_bytes: int, layout: BlockLa
     return field.view(raw.shape[0], layout.block_entries, field.shape[1] // layout.block_entries)
 
 
-def unpack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[..., row_bytes] uint8 of 4- or 8-bit codes -> [..., D] fp32 whole numbers."""
-    if bits == 8:
-        return codes.float()
-    half = codes.shape[-1]
-    out = torch.empty((*codes.shape[:-1], 2 * half), dtype=torch.float32, device=codes.device)
-    out[..., :half] = codes & 15
-    out[..., half:] = codes >> 4
-    return out
-
-
-def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[..., D] whole numbers of any dtype -> [..., row_bytes] uint8 of 4- or 8-bit codes."""
-    codes = codes.to(torch.uint8)
-    if bits == 8:
-        return codes
-    half = codes.shape[-1] // 2
-    return codes[..., :half] | (codes[..., half:] << 4)
-
-
-def fp16_range(low: torch.Tensor, high: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and minimum, fp16, whose codes 0 .. 2^bits - 1 span [low, high]; scale 0 where the range is a point."""
-    minimum = low.clamp(-FP16_MAX, FP16_MAX).half()
-    scale = ((high - minimum.float()) / ((1 << bits) - 1)).clamp(0.0, FP16_MAX).half()
-    return scale, minimum
-
-
-def to_codes(x: torch.Tensor, scale: torch.Tensor, minimum: torch.Tensor, bits: int) -> torch.Tensor:
-    """Nearest code of x fp32 under fp16 scale and minimum (broadcast): fp32 whole numbers 0 .. 2^bits - 1."""
-    step = scale.float()
-    codes = (x - minimum.float()) / torch.where(step > 0, step, 1.0)
-    return torch.where(step > 0, codes, 0.0).round_().clamp_(0, (1 << bits) - 1)
-
-
 def read_keys(raw: torch.Tensor, layout: BlockLayout) -> torch.Tensor:
     """[n, block_bytes] -> keys [n, E, D] fp32. Unfilled entries hold garbage, NaN included."""
+    if layout.mixed:
+        return read_mixed_keys(raw, layout)
     codes = k_field(raw, layout)
     if not layout.quantized:
         return codes.float()
@@ -109,10 +82,16 @@ def values_at(
 
 
 def encode(
-    keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, lens: torch.Tensor, layout: BlockLayout
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    lens: torch.Tensor,
+    layout: BlockLayout,
+    score: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Blocks of keys, values [n, E, D] fp32 and bias [n, E] fp32, of which the first lens[b] of block b are filled.
 
+    score [n, E] fp32: in mixed formats the largest ones get the wide keys, the first entries without it.
     Returns [n, block_bytes] uint8; what is not filled is zero.
     """
     filled = torch.arange(layout.block_entries, device=keys.device)[None] < lens[:, None]
@@ -122,10 +101,13 @@ def encode(
         low = torch.where(filled[..., None], keys, torch.inf).amin(dim=1)
         high = torch.where(filled[..., None], keys, -torch.inf).amax(dim=1)
         scale, minimum = fp16_range(low, high, layout.k_bits)
-        codes = to_codes(keys, scale[:, None], minimum[:, None], layout.k_bits)
-        k_field(raw, layout).copy_(pack_codes(codes * filled[..., None], layout.k_bits))
         fp16_field(raw, layout.k_scale, layout.head_dim).copy_(scale)
         fp16_field(raw, layout.k_min, layout.head_dim).copy_(minimum)
+        if layout.mixed:
+            write_mixed_keys(raw, layout, keys, filled, score)
+        else:
+            codes = to_codes(keys, scale[:, None], minimum[:, None], layout.k_bits)
+            k_field(raw, layout).copy_(pack_codes(codes * filled[..., None], layout.k_bits))
     else:
         k_field(raw, layout).copy_(keys)
     block, entry = filled.nonzero(as_tuple=True)

@@ -11,12 +11,18 @@ Inside a block (each run 16-byte aligned, E = block_entries, D = head_dim):
     k_scale  [D] fp16          k_min    [D] fp16       per channel over the block   (quantized formats)
     v_scale  [E] fp16          v_min    [E] fp16       per entry                    (quantized formats)
     bias     [E] fp16          log-mass, added to the entry's logit
+    slots    [E] uint8         where each entry's K codes lie   (mixed formats)
 Codes: 8 bits -> one unsigned byte, 4 bits -> byte i of a row holds channel i in its low nibble and channel
 i + D/2 in its high nibble, bf16/fp16/fp32 -> the values themselves. x = min + scale * code.
 
 Formats by bits of K and V: int4 4/4, int8 8/8, k8v4 8/4. An error of a key moves the weights of all values, and a
 channel's range over a block is wide, so keys need more bits: on SmolLM2-135M (2,100 tokens) 4-bit values alone raise
 the Kullback-Leibler divergence of next-token distributions to the full cache by 0.001, 4-bit keys alone by 0.057.
+
+Mixed formats spend key bits by score. In k84v4 the E / 4 entries of a block with the largest scores have 8-bit keys and
+the others 4-bit ones, values have 4 bits. k_codes then holds E / 4 rows of D bytes and after them the rest in rows of
+D / 2; an entry's row is its slot, so that entries keep their order everywhere else. Both widths share k_scale and
+k_min: a narrow code counts for 17 wide ones, since 255 = 17 * 15. Only the torch forms read them.
 """
 
 from __future__ import annotations
@@ -24,9 +30,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-BlockFormat = Literal["int4", "k8v4", "int8", "bf16", "fp16", "fp32"]
+BlockFormat = Literal["int4", "k8v4", "int8", "bf16", "fp16", "fp32", "k84v4"]
 
-# Bits of a channel in K and in V.
+# Bits of a channel in K and in V; of mixed formats, of the wide keys.
 CODE_BITS: dict[BlockFormat, tuple[int, int]] = {
     "int4": (4, 4),
     "k8v4": (8, 4),
@@ -36,6 +42,11 @@ CODE_BITS: dict[BlockFormat, tuple[int, int]] = {
     "fp32": (32, 32),
 }
 QUANTIZED: tuple[BlockFormat, ...] = ("int4", "k8v4", "int8")
+MIXED: dict[BlockFormat, tuple[int, int]] = {"k84v4": (8, 4)}
+STORABLE: tuple[BlockFormat, ...] = (*QUANTIZED, *MIXED)
+"""What a policy may choose besides unquantized blocks; kernels and native forms have QUANTIZED."""
+WIDE_SHARE = 4
+"""One of so many entries of a block in a mixed format has wide keys."""
 Element = Literal["fp16", "bf16"]
 ELEMENTS: tuple[Element, ...] = ("fp16", "bf16")  # types of active pages that kernels have; order of their ELEMENT
 ELEMENT_BYTES = 2
@@ -82,19 +93,29 @@ class BlockLayout:
 
     @property
     def quantized(self) -> bool:
-        return self.format in QUANTIZED
+        return self.format in STORABLE
+
+    @property
+    def mixed(self) -> bool:
+        """Whether entries of one block have keys of two widths."""
+        return self.format in MIXED
+
+    @property
+    def wide_entries(self) -> int:
+        """Entries of a full block whose keys have all `k_bits`."""
+        return self.block_entries // WIDE_SHARE if self.mixed else self.block_entries
 
     @property
     def k_bits(self) -> int:
-        return CODE_BITS[self.format][0]
+        return (MIXED if self.mixed else CODE_BITS)[self.format][0]
 
     @property
     def v_bits(self) -> int:
-        return CODE_BITS[self.format][1]
+        return (MIXED if self.mixed else CODE_BITS)[self.format][1]
 
     @property
     def k_row_bytes(self) -> int:
-        """Bytes of one entry's K codes."""
+        """Bytes of one entry's K codes, a wide one's in a mixed format."""
         return self.head_dim * self.k_bits // 8
 
     @property
@@ -108,7 +129,8 @@ class BlockLayout:
 
     @property
     def v_codes(self) -> int:
-        return _aligned(self.block_entries * self.k_row_bytes)
+        narrow = self.block_entries - self.wide_entries
+        return _aligned(self.wide_entries * self.k_row_bytes + narrow * self.k_row_bytes // 2)
 
     @property
     def k_scale(self) -> int:
@@ -131,9 +153,13 @@ class BlockLayout:
         return self.v_min + (_aligned(self.block_entries * SCALE_BYTES) if self.quantized else 0)
 
     @property
+    def slots(self) -> int:
+        return self.bias + _aligned(self.block_entries * SCALE_BYTES)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes one bulk copy brings on chip."""
-        return self.bias + _aligned(self.block_entries * SCALE_BYTES)
+        return self.slots + (_aligned(self.block_entries) if self.mixed else 0)
 
     @property
     def stored_bytes(self) -> int:
@@ -179,7 +205,7 @@ def _check_geometry(page: PageLayout, block: BlockLayout, element: Element) -> N
     for name, rows in (("page_tokens", page.page_tokens), ("block_entries", block.block_entries)):
         if rows < KERNEL_ROWS or rows % KERNEL_ROWS:
             raise ValueError(f"{name}: got {rows}, expected a multiple of {KERNEL_ROWS}")
-    if not block.quantized and block.format != element:
+    if block.mixed or (not block.quantized and block.format != element):
         raise ValueError(
             f"block format: got {block.format} with {element} pages, expected {element} or a quantized format "
             f"({', '.join(QUANTIZED)})"

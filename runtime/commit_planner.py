@@ -59,6 +59,7 @@ def _rules(policy: Policy, num_tokens: int, pressure: float) -> CommitRules:
         protect_outlier_z=policy.protection.outlier_z,
         choices=choices,
         gate=policy.gate.file if policy.gate is not None else "",
+        merger=policy.merger.file if policy.learned else "",
     )
 
 

@@ -187,7 +187,8 @@ class TorchExecutor(PagedExecutor):
             end_row = first_row + sum(len(rows.token_ids) for rows in members)
             memory = self._memory_of(block_format)
             form, tables = self._forms.attend, self._tables.build(members)
-            if any(RECORD_SUM in rows.record for rows in members):  # which kernels and native forms do not know
+            # Sums of weights, and keys of two widths, are what kernels and native forms do not know.
+            if memory.layout.mixed or any(RECORD_SUM in rows.record for rows in members):
                 form, tables = TORCH_FORMS.attend, tables.to(self._storage.device)
             attend = form.begin(memory, tables, self._scale)
             yield _Group(slice(first_row, end_row), attend)

@@ -1,12 +1,17 @@
-"""Reads the trained scorers of gated R-KV: safetensors files in runtime/policy/gates/, written by perf.train_gate."""
+"""Reads what was trained for a model: scorers and merging networks, safetensors files in runtime/policy/gates/.
+
+Scorers of gated R-KV are written by perf.train_gate, networks that merge super tokens by perf.train_merge.
+"""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import torch
 
 from plugins.commit.gate import GateWeights
+from plugins.commit.merger import MergeWeights
 from runtime.errors import ConfigError
 
 GATES_DIR = Path(__file__).parent / "policy" / "gates"
@@ -14,14 +19,24 @@ GATES_DIR = Path(__file__).parent / "policy" / "gates"
 
 def load_gate(file: str, device: torch.device) -> GateWeights:
     """Weights of one scorer, fp32. Raises ConfigError when the file is missing or damaged."""
-    from safetensors.torch import load_file  # not needed where no gate is used, such as a bare machine with a GPU
+    tensors = _load(file, ("weight", "bias"), device, "gate: {}, expected the weights of a trained scorer; restore it, "
+                    "or train one with python -m perf.train_gate")  # fmt: skip
+    return GateWeights(tensors["weight"], tensors["bias"])
+
+
+def load_merger(file: str, device: torch.device) -> MergeWeights:
+    """Weights of the networks that merge spans, fp32. Raises ConfigError when the file is missing or damaged."""
+    names = tuple(field.name for field in fields(MergeWeights))
+    return MergeWeights(**_load(file, names, device, "merger: {}, expected the weights of a trained network; restore "
+                                "it, or train one with python -m perf.train_merge"))  # fmt: skip
+
+
+def _load(file: str, names: tuple[str, ...], device: torch.device, message: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file  # not needed where nothing trained is used, such as a bare GPU machine
 
     path = GATES_DIR / file
     try:
         tensors = load_file(path, device=str(device))
-        return GateWeights(tensors["weight"].float(), tensors["bias"].float())
+        return {name: tensors[name].float() for name in names}
     except Exception as error:  # safetensors raises its own, OSError and KeyError
-        raise ConfigError(
-            f"gate: {path} cannot be read ({error}), expected the weights of a trained scorer; restore it, or train "
-            f"one with python -m perf.train_gate"
-        ) from error
+        raise ConfigError(message.format(f"{path} cannot be read ({error})")) from error

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from plugins.layout import QUANTIZED, BlockLayout, PageLayout
+from plugins.layout import STORABLE, BlockLayout, PageLayout
 from runtime.commit_planner import CommitDraft, draft_commit, make_line_plan
 from runtime.config import DTYPE_BYTES, EngineLimits, ModelSpec
 from runtime.errors import ConfigError, OutOfMemoryError, UnsupportedPolicyError
@@ -80,10 +80,10 @@ class KvManager:
         )
         self._kv_dtype = limits.kv_dtype
         self.block_layouts: dict[str, BlockLayout] = {
-            name: BlockLayout(name, limits.block_entries, spec.head_dim) for name in (*QUANTIZED, limits.kv_dtype)
+            name: BlockLayout(name, limits.block_entries, spec.head_dim) for name in (*STORABLE, limits.kv_dtype)
         }
         # Before it frees anything a commit writes about two blocks per row and moves protected tokens to a page.
-        block_bytes = max(self.block_layouts[name].stored_bytes for name in QUANTIZED)
+        block_bytes = max(self.block_layouts[name].stored_bytes for name in STORABLE)
         headroom = 2 * (spec.num_kv_rows * block_bytes + self.page_layout.page_bytes)
         least = headroom + 8 * self.page_layout.page_bytes
         if kv_memory_bytes < least:

@@ -15,11 +15,12 @@ from typing import Protocol
 import torch
 
 from plugins.commit.gate import GateWeights
+from plugins.commit.merger import MergeWeights
 from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
 from plugins.memory import KvMemory
 from plugins.staging import TableStaging
 from runtime.config import EngineLimits, ModelSpec
-from runtime.gates import load_gate
+from runtime.gates import load_gate, load_merger
 from runtime.kv_storage import KvStorage
 from runtime.memory_plan import block_layout
 from runtime.policy.registry import get_policy
@@ -91,6 +92,7 @@ class PagedExecutor(ABC):
         self._own_format = block_layout(spec, limits, get_policy(limits.policy).block_format).format
         self._decided: tuple[LinePlan, Decision] | None = None
         self._gates: dict[str, GateWeights] = {}  # by file
+        self._mergers: dict[str, MergeWeights] = {}  # by file
         self.watcher: CommitWatcher | None = None
         self.steer: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -176,6 +178,7 @@ class PagedExecutor(ABC):
                 put(int64_tensor(plan.positions)),
                 plan.num_tokens,
                 self._gate(rules.gate) if rules.gate else None,
+                self._merger(rules.merger) if rules.merger else None,
             )
         decision = self._commit_forms.draw_line(self._memory_of(plan.blocks.format), params)
         self._decided = (plan, decision)
@@ -216,6 +219,11 @@ class PagedExecutor(ABC):
         if file not in self._gates:
             self._gates[file] = load_gate(file, self._storage.device)
         return self._gates[file]
+
+    def _merger(self, file: str) -> MergeWeights:
+        if file not in self._mergers:
+            self._mergers[file] = load_merger(file, self._storage.device)
+        return self._mergers[file]
 
     def _memory_of(self, block_format: str) -> KvMemory:
         """The arenas of pages and of one block format; "" for steps that read no block, for which none is made.

@@ -191,7 +191,8 @@ class CommitRules:
     protect_outlier_z: entries whose score lies more than z standard deviations over the mean of their head
         at their first commit are protected for good; None switches the rule off.
     choices: how entries are ranked and what becomes of those below.
-    gate: file of the trained scorer that choices.score "gate" asks for.
+    gate: file of the trained scorer that choices.score "gate" asks for.   merger: of the network that tiers which say
+        "learned" ask for.
     """
 
     floor_entries: int = 16
@@ -200,6 +201,7 @@ class CommitRules:
     protect_outlier_z: float | None = None
     choices: LineChoices = PLAIN
     gate: str = ""
+    merger: str = ""
 
 
 @dataclass(frozen=True, eq=False)

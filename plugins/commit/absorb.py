@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from plugins.commit.params import TINY_WEIGHT, Entries
+from plugins.commit.entries import TINY_WEIGHT, Entries
 
 TILE_DISTANCES = 1 << 21
 

@@ -10,20 +10,29 @@ from dataclasses import dataclass
 from typing import Literal
 
 ScoreKind = Literal["recorded", "position", "gate"]
-PoolKind = Literal["mean", "max", "weighted"]
+PoolKind = Literal["mean", "max", "weighted", "pca", "learned"]
 PoolBias = Literal["mass", "root", "none"]
 
 
 @dataclass(frozen=True)
 class Tier:
-    """From `min_age` tokens behind the newest on, `size` tokens become one super token.
+    """From `min_age` tokens behind the newest on, a span of `size` tokens becomes `entries` super tokens.
 
-    how: "mean" weighs by mass, "weighted" by score, "max" takes the largest of every channel.
+    how: "mean" weighs by mass, "weighted" by score, "max" takes the largest of every channel, "learned" weighs by the
+        trained network of `plugins.commit.merger`; "pca" parts the span along the principal components of its keys
+        (see `plugins.commit.components`) and weighs each part by score.
+    entries: more than 1 for "pca" only.
     """
 
     min_age: int
     size: int
     how: PoolKind = "mean"
+    entries: int = 1
+
+    @property
+    def ratio(self) -> float:
+        """Tokens that one super token stands for."""
+        return self.size / self.entries
 
 
 @dataclass(frozen=True)

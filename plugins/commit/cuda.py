@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from plugins.commit.params import TINY_WEIGHT, Decision, PublishParams, RowTable
+from plugins.commit.entries import TINY_WEIGHT
+from plugins.commit.params import Decision, PublishParams, RowTable
 from plugins.commit.publish import check_tables
 from plugins.commit.publish import publish as torch_publish
 from plugins.errors import LaunchError, UnsupportedShapeError
@@ -218,7 +219,7 @@ class CudaPublish:
     """`publish` on the runner's device, for fp16 and bf16 pages.
 
     shared_bytes: of one block on this GPU, see SHARED_BYTES. Tables may lie on the host or the device. Decisions with
-    super tokens (`Decision.pooling`) go to the torch form.
+    super tokens (`Decision.pooling`) and blocks whose keys have two widths go to the torch form.
     """
 
     runner: KernelRunner
@@ -230,7 +231,7 @@ class CudaPublish:
         Raises LaunchError for memory on another device or plans that are not disjoint, UnsupportedShapeError and
         ValueError for geometry that kernels do not have.
         """
-        if decision.pooling is not None:
+        if decision.pooling is not None or memory.layout.mixed:
             return torch_publish(memory, params, decision)
         check_tables(memory, params, decision)
         check_disjoint(params)

@@ -18,7 +18,8 @@ GONE = -1
 def commit_fates(memory: KvMemory, params: PublishParams, decision: Decision) -> list[torch.Tensor]:
     """Per row [entries] int64: the number of the entry that each one is part of afterwards, GONE for dropped ones.
 
-    An entry that stays, evictable ones in blocks that stay included, is part of itself.
+    An entry that stays, evictable ones in blocks that stay included, is part of itself. What a span of several super
+    tokens took in counts as part of the first of them.
     """
     kv_heads, page_tokens = memory.pages[0].shape[1], memory.pages[0].shape[3]
     page = torch.div(params.staged, page_tokens, rounding_mode="floor")
@@ -44,7 +45,7 @@ def _row_fates(
     if decision.pooling is not None:
         groups = _groups(decision, row, old, filled)
         pooled = below & (groups >= 0)
-        leaders = {int(groups[i]): i for i in (above & (groups >= 0)).nonzero()[:, 0].tolist()}
+        leaders = {int(groups[i]): i for i in (above & (groups >= 0)).nonzero()[:, 0].flip(0).tolist()}
         for i in pooled.nonzero()[:, 0].tolist():
             fates[i] = leaders[int(groups[i])]
         below = below & ~pooled

@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from plugins import native_build, native_levels
+from plugins.commit.entries import TINY_WEIGHT
 from plugins.commit.line import draw_line as torch_draw_line
-from plugins.commit.params import TINY_WEIGHT, Decision, LineParams, PublishParams, RowTable
+from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
 from plugins.commit.publish import check_tables
 from plugins.commit.publish import publish as torch_publish
 from plugins.memory import KvMemory
@@ -96,7 +97,7 @@ class NativeLine:
 class NativePublish:
     """`publish` on the CPU. Bits depend on the level, not on the number of threads.
 
-    Decisions with super tokens go to the torch form.
+    Decisions with super tokens, and blocks whose keys have two widths, go to the torch form.
     """
 
     def __init__(self, lib: ctypes.CDLL, level: Level | None, num_threads: int) -> None:
@@ -108,7 +109,7 @@ class NativePublish:
 
     def __call__(self, memory: KvMemory, params: PublishParams, decision: Decision) -> tuple[int, int]:
         """Writes new blocks, merges into those that stay, copies moved tokens; returns (absorbed, dropped) counts."""
-        if decision.pooling is not None:
+        if decision.pooling is not None or memory.layout.mixed:
             return torch_publish(memory, params, decision)
         check_tables(memory, params, decision)
         args = _geometry(memory)

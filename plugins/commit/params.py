@@ -11,9 +11,7 @@ import torch
 
 from plugins.commit.choices import PLAIN, LineChoices, Pooling
 from plugins.commit.gate import GateWeights
-
-TINY_WEIGHT = 2.0**-24
-"""Least weight of an entry in a merge: the smallest attention weight that fp16 can hold."""
+from plugins.commit.merger import MergeWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +29,7 @@ class LineParams:
 
     quotas: entries to keep in each group of consecutive rows, of equal size; empty: `keep_entries` over all of them.
     positions [n] int64: logical positions of the staged tokens; num_tokens: of the conversation. Both for `choices`
-    that speak of positions or ages.   gate: for choices.score "gate".
+    that speak of positions or ages.   gate: for choices.score "gate".   merger: for tiers that say "learned".
     """
 
     staged: torch.Tensor
@@ -45,6 +43,7 @@ class LineParams:
     positions: torch.Tensor | None = None
     num_tokens: int = 0
     gate: GateWeights | None = None
+    merger: MergeWeights | None = None
 
     @property
     def plain(self) -> bool:
@@ -59,8 +58,8 @@ class Decision:
     staged_keep [rows, n] bool; staged_score [rows, n] fp32, unscaled, inf where now protected.
     alive [num_blocks, E] bool: filled entries of the old blocks above the line.
     pooling: set when some go into super tokens; then staged_group [rows, n] and old_group [num_blocks, E] int64 name
-        each one's group (number * num_tiers + tier; -1: none), of which exactly one member is kept or alive. Blocks
-        with a group must be dissolved.
+        each one's group (number * num_tiers + tier; -1: none), of which as many members are kept or alive as the tier
+        has entries. Blocks with a group must be dissolved.   merger: as in LineParams.
     """
 
     line: float
@@ -70,6 +69,7 @@ class Decision:
     pooling: Pooling | None = None
     staged_group: torch.Tensor | None = None
     old_group: torch.Tensor | None = None
+    merger: MergeWeights | None = None
 
     @property
     def repooled(self) -> list[bool]:
@@ -93,16 +93,3 @@ class PublishParams:
     absorb_gate: float | None
     move_from: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     move_to: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-
-
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """keys, values [n, D] fp32; bias, score [n] fp32."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    bias: torch.Tensor
-    score: torch.Tensor
-
-    def __getitem__(self, where: torch.Tensor) -> Entries:
-        return Entries(self.keys[where], self.values[where], self.bias[where], self.score[where])

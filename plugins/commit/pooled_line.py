@@ -48,4 +48,5 @@ def pooled_decision(memory: KvMemory, params: LineParams, drawn: Drawn) -> Decis
         alive = (kept_old & (~grouped | grouping.leader))[drawn.places]
     else:
         staged_group = staged.group
-    return Decision(drawn.line, kept_staged | staged.leader, drawn.staged, alive, pooling, staged_group, old_group)
+    keep = kept_staged | staged.leader
+    return Decision(drawn.line, keep, drawn.staged, alive, pooling, staged_group, old_group, params.merger)

@@ -1,10 +1,12 @@
 """Super tokens: which entries of a row go together, and what becomes of them.
 
-The members of a group are consecutive in time and lie in one tier. Its first member is the leader: it stays, with the
-group's merged key, value and bias; the others are gone. A set with weights p (sum 1) becomes
+The members of a group are consecutive in time and lie in one tier. Its first members, as many as the tier has entries,
+are the leaders: they stay, with the merged keys, values and biases; the others are gone. A set with weights p (sum 1)
+becomes
     k = sum p_j k_j      v = sum p_j v_j      bias = sum p_j (b_j - ln p_j)
 "mean" takes p_j as the mass exp(b_j), for which the bias is the log of the masses' sum; "weighted" takes p_j as the
-score; "max" takes the largest of every channel and that same log-sum.
+score; "max" takes the largest of every channel and that same log-sum; "learned" takes what a trained network says.
+"pca" first parts the group into as many sets as it has leaders and weighs each by score.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from dataclasses import dataclass
 
 import torch
 
-from plugins.commit.choices import Pooling
-from plugins.commit.params import TINY_WEIGHT, Entries
+from plugins.commit.choices import Pooling, PoolKind
+from plugins.commit.components import part_by_components, place_in_group
+from plugins.commit.entries import TINY_WEIGHT, Entries
+from plugins.commit.merger import RowMerger, merge_weights
 
 NO_GROUP = -1
 
@@ -34,7 +38,10 @@ def tiers_of(ages: torch.Tensor, pooling: Pooling) -> torch.Tensor:
 
 
 def group_staged(loose: torch.Tensor, ages: torch.Tensor, pooling: Pooling) -> Grouping:
-    """loose [rows, n] bool: staged tokens to be pooled; ages [n]. The last group of a tier may be smaller."""
+    """loose [rows, n] bool: staged tokens to be pooled; ages [n]. The last group of a tier may be smaller.
+
+    A group of no more members than the tier has entries stays as it is: all of them lead.
+    """
     group = torch.full(loose.shape, NO_GROUP, dtype=torch.int64, device=loose.device)
     leader = torch.zeros_like(loose)
     tier_of = tiers_of(ages, pooling)
@@ -44,7 +51,7 @@ def group_staged(loose: torch.Tensor, ages: torch.Tensor, pooling: Pooling) -> G
         group = torch.where(
             members, torch.div(place, tier.size, rounding_mode="floor") * len(pooling.tiers) + index, group
         )
-        leader |= members & (place % tier.size == 0)
+        leader |= members & (place % tier.size < tier.entries)
     return Grouping(group, leader)
 
 
@@ -76,7 +83,15 @@ def group_old(loose: torch.Tensor, score: torch.Tensor, bias: torch.Tensor, pool
     return Grouping(group.gather(1, back), leader.gather(1, back))
 
 
-def pool(entries: Entries, keep: torch.Tensor, group: torch.Tensor, pooling: Pooling) -> tuple[Entries, torch.Tensor]:
+@dataclass(frozen=True, eq=False)
+class Merging:
+    """How groups become super tokens.   merger: of the row, for tiers that say "learned"."""
+
+    pooling: Pooling
+    merger: RowMerger | None = None
+
+
+def pool(entries: Entries, keep: torch.Tensor, group: torch.Tensor, merging: Merging) -> tuple[Entries, torch.Tensor]:
     """Entries after their leaders took the others in, and which entries [n] bool are left: leaders and loners.
 
     keep [n] bool: what stays, leaders among it; group [n] as in `Grouping`.
@@ -84,35 +99,59 @@ def pool(entries: Entries, keep: torch.Tensor, group: torch.Tensor, pooling: Poo
     grouped = group >= 0
     if not bool(grouped.any()):
         return entries, torch.ones_like(keep)
+    pooling = merging.pooling
     names, number = torch.unique(group[grouped], return_inverse=True)
-    merged = _merge(entries[grouped], number, names % len(pooling.tiers), pooling)
+    tier = names % len(pooling.tiers)
+    members = entries[grouped]
+    most = max(t.entries for t in pooling.tiers)
+    parts = number * most + _parts(members, number, tier, pooling)
+    sets, part = torch.unique(parts, return_inverse=True)
+    merged = _merge(members, part, tier[torch.div(sets, most, rounding_mode="floor")], merging)
     place = grouped.nonzero()[:, 0]
     leads = keep[place]
+    leader = place[leads]
+    of = torch.searchsorted(sets, number[leads] * most + place_in_group(number[leads]))
+    assert leader.shape[0] == sets.shape[0], "a group has not one leader for each of its super tokens"
     keys, values, bias, score = (x.clone() for x in (entries.keys, entries.values, entries.bias, entries.score))
-    leader, of = place[leads], number[leads]
-    assert leader.shape[0] == names.shape[0], "a group has not one leader"
     keys[leader], values[leader], bias[leader], score[leader] = (
         merged.keys[of], merged.values[of], merged.bias[of], merged.score[of],
     )  # fmt: skip
     return Entries(keys, values, bias, score), keep | ~grouped
 
 
-def _merge(members: Entries, number: torch.Tensor, tier: torch.Tensor, pooling: Pooling) -> Entries:
-    """One entry for each group; number [m] int64: each member's group, tier [groups]: index of its tier."""
-    groups = tier.shape[0]
+def _parts(members: Entries, number: torch.Tensor, tier: torch.Tensor, pooling: Pooling) -> torch.Tensor:
+    """Which of its group's super tokens each member goes into, [m] int64."""
+    parts = torch.zeros_like(number)
+    for index, kind in enumerate(pooling.tiers):
+        of_tier = tier[number] == index
+        if kind.how == "pca" and bool(of_tier.any()):
+            weights = members.score[of_tier].clamp(TINY_WEIGHT, torch.finfo(torch.float16).max)
+            parts[of_tier] = part_by_components(members.keys[of_tier], weights, number[of_tier], kind.entries)
+    return parts
+
+
+def _merge(members: Entries, number: torch.Tensor, tier: torch.Tensor, merging: Merging) -> Entries:
+    """One entry for each set; number [m] int64: each member's set, tier [sets]: index of its tier."""
+    sets, pooling = tier.shape[0], merging.pooling
     kinds = [t.how for t in pooling.tiers]
-    weighted = torch.tensor([kind == "weighted" for kind in kinds], device=tier.device)[tier][number]
-    largest = torch.tensor([kind == "max" for kind in kinds], device=tier.device)[tier]
+
+    def of_kind(*names: PoolKind) -> torch.Tensor:
+        return torch.tensor([kind in names for kind in kinds], device=tier.device)[tier]
+
+    weighted, largest, learned = of_kind("weighted", "pca")[number], of_kind("max"), of_kind("learned")[number]
     fp16_max = torch.finfo(torch.float16).max
     raw = torch.where(weighted, members.score.clamp(TINY_WEIGHT, fp16_max), members.bias.exp())
-    p = raw / raw.new_zeros(groups).index_add_(0, number, raw)[number]
+    if bool(learned.any()):
+        assert merging.merger is not None, "learned super tokens need a trained network"
+        raw = torch.where(learned, merge_weights(members, number, sets, merging.merger), raw)
+    p = raw / raw.new_zeros(sets).index_add_(0, number, raw)[number]
 
     def total(x: torch.Tensor) -> torch.Tensor:
-        return x.new_zeros((groups, *x.shape[1:])).index_add_(0, number, x)
+        return x.new_zeros((sets, *x.shape[1:])).index_add_(0, number, x)
 
     def top(x: torch.Tensor) -> torch.Tensor:
         where = number if x.dim() == 1 else number[:, None].expand_as(x)
-        return x.new_zeros((groups, *x.shape[1:])).scatter_reduce_(0, where, x, "amax", include_self=False)
+        return x.new_zeros((sets, *x.shape[1:])).scatter_reduce_(0, where, x, "amax", include_self=False)
 
     keys, values = (
         torch.where(largest[:, None], top(x), total(p[:, None] * x)) for x in (members.keys, members.values)

@@ -8,8 +8,9 @@ import torch
 
 from plugins import blocks as block_bytes
 from plugins.commit.absorb import merge, nearest_kept
-from plugins.commit.params import Decision, Entries, PublishParams, RowTable
-from plugins.commit.pooling import NO_GROUP, pool
+from plugins.commit.entries import Entries
+from plugins.commit.params import Decision, PublishParams, RowTable
+from plugins.commit.pooling import NO_GROUP, Merging, pool
 from plugins.memory import KvMemory
 
 
@@ -93,7 +94,8 @@ def _commit_row(
         entries, keep = _concat(dissolved, entries), torch.cat((alive, keep))
     pooled = 0
     if decision.pooling is not None:
-        entries, left = pool(entries, keep, _groups(memory, params, decision, row), decision.pooling)
+        merging = Merging(decision.pooling, None if decision.merger is None else decision.merger.row(row))
+        entries, left = pool(entries, keep, _groups(memory, params, decision, row), merging)
         pooled = left.shape[0] - int(left.sum())
         entries, keep = entries[left], keep[left]
     kept, below = entries[keep], entries[~keep]
@@ -214,7 +216,8 @@ def _write_layer(memory: KvMemory, params: PublishParams, layer: int, outcomes: 
         start += -(-written.keys.shape[0] // size) * size
     if count:
         shape = (count, size, layout.head_dim)
-        raw = block_bytes.encode(keys.view(shape), values.view(shape), bias.view(count, size), lens, layout)
+        entries = (keys.view(shape), values.view(shape), bias.view(count, size), lens)
+        raw = block_bytes.encode(*entries, layout, score.view(count, size))
         memory.blocks.index_copy_(0, ids, raw)
         memory.score.index_copy_(0, ids, score.view(count, size).half())
     for rewrite in (outcome.rewrite for outcome in outcomes):

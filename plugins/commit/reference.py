@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from plugins.blocks import read_bias, read_keys, read_values
-from plugins.commit.params import TINY_WEIGHT, Decision, LineParams, PublishParams, RowTable
+from plugins.commit.entries import TINY_WEIGHT
+from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
 from plugins.memory import KvMemory
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from plugins.commit.choices import PoolBias, Tier
-from plugins.layout import QUANTIZED
+from plugins.layout import STORABLE
 from runtime.errors import ConfigError
 from runtime.policy.check import check_policy
 from runtime.policy.signals import NO_SIGNALS, Signals
@@ -76,13 +76,16 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Gate:
-    """A trained scorer: `file` in runtime/policy/gates/.
+    """A trained scorer, or network that merges spans: `file` in runtime/policy/gates/.
 
     model: layers, KV heads, head dimension and name of the model it learned from, the quantization left out.
     """
 
     model: tuple[int, int, int, str]
     file: str
+
+
+SMOLLM2_MERGER = Gate((30, 3, 64, "SmolLM2-135M-Instruct"), "SmolLM2-135M-Instruct.merge.safetensors")
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,8 @@ class Policy:
     tiers: what falls below becomes super tokens, by age; see `plugins.commit.choices.Tier`. Empty: none.
     tier_shares: shares of the stored entries that each tier gets; ages are then found from the conversation's
         length instead of `min_age`. Empty: `min_age` says it.
-    pool_bias: see `plugins.commit.choices.Pooling`.
-    block_format: how committed entries are stored: one of `plugins.layout.QUANTIZED`, or "kv" for unquantized, in
+    pool_bias: see `plugins.commit.choices.Pooling`.   merger: what tiers that say "learned" merge with.
+    block_format: how committed entries are stored: one of `plugins.layout.STORABLE`, or "kv" for unquantized, in
         the engine's KV dtype.
     repack_ratio: a block is dissolved once the share of its entries above the line is under this.
 
@@ -142,6 +145,7 @@ class Policy:
     tiers: tuple[Tier, ...] = ()
     tier_shares: tuple[float, ...] = ()
     pool_bias: PoolBias = "mass"
+    merger: Gate = SMOLLM2_MERGER
     block_format: str = "int4"
     repack_ratio: float = 0.75
     schedule: Schedule = Schedule()
@@ -154,9 +158,9 @@ class Policy:
     def __post_init__(self) -> None:
         if not 0.0 < self.budget_ratio <= 1.0:
             raise ConfigError(f"budget_ratio of {self.name}: got {self.budget_ratio}, expected a share in (0, 1]")
-        if self.block_format not in (*QUANTIZED, "kv"):
+        if self.block_format not in (*STORABLE, "kv"):
             raise ConfigError(
-                f"block_format of {self.name}: got {self.block_format!r}, expected one of {', '.join(QUANTIZED)} or "
+                f"block_format of {self.name}: got {self.block_format!r}, expected one of {', '.join(STORABLE)} or "
                 "kv (unquantized)"
             )
         check_policy(self)
@@ -216,11 +220,11 @@ class Policy:
         """The tiers with their ages for a conversation of `num_tokens`."""
         if not self.tier_shares:
             return self.tiers
-        tokens_per_entry = sum(share * tier.size for share, tier in zip(self.tier_shares, self.tiers, strict=True))
+        tokens_per_entry = sum(share * tier.ratio for share, tier in zip(self.tier_shares, self.tiers, strict=True))
         ages, age = [], 0.0
         for share, tier in zip(self.tier_shares, self.tiers, strict=True):
             ages.append(round(age))
-            age += num_tokens * share * tier.size / tokens_per_entry
+            age += num_tokens * share * tier.ratio / tokens_per_entry
         return tuple(replace(tier, min_age=start) for tier, start in zip(self.tiers, ages, strict=True))
 
     def expected_entries(self, num_committed: int) -> int:
@@ -231,8 +235,18 @@ class Policy:
         recent, pooled = self.schedule.recent_tokens, 0.0
         tiers = self.tiers_at(recent + num_committed)
         for tier, end in zip(tiers, [*(t.min_age for t in tiers[1:]), recent + num_committed], strict=True):
-            pooled += max(0, end - max(recent, tier.min_age)) / tier.size
+            pooled += max(0, end - max(recent, tier.min_age)) / tier.ratio
         return math.ceil(kept * num_committed + (1.0 - kept) * pooled)
+
+    @property
+    def learned(self) -> bool:
+        """Whether a trained network merges some super tokens."""
+        return any(tier.how == "learned" for tier in self.tiers)
+
+    @property
+    def trained(self) -> tuple[Gate, ...]:
+        """What it needs that was trained for one model."""
+        return (*((self.gate,) if self.gate is not None else ()), *((self.merger,) if self.learned else ()))
 
     @property
     def pools_by_score(self) -> bool:

@@ -16,21 +16,27 @@ MAX_SUPER_TOKEN = 1024
 
 
 def check_model(policy: Policy, spec: ModelSpec) -> None:
-    """Raises UnsupportedPolicyError for a policy whose trained scorer belongs to another model."""
-    gate = policy.gate
-    if gate is not None and not fits(policy, spec):
-        layers, heads, head_dim, name = gate.model
+    """Raises UnsupportedPolicyError for a policy with a scorer or merging network trained on another model."""
+    for trained in policy.trained:
+        if trained.model == _shape_of(spec):
+            continue
+        layers, heads, head_dim, name = trained.model
+        what, how = ("scorer", "perf.train_gate") if trained is policy.gate else ("merging network", "perf.train_merge")
         raise UnsupportedPolicyError(
-            f"policy {policy.name}: its scorer was trained on {name} ({layers} layers, {heads} KV heads of {head_dim}),"
+            f"policy {policy.name}: its {what} was trained on {name} ({layers} layers, {heads} KV heads of {head_dim}),"
             f" got {spec.name or 'a model without a name'} ({spec.num_layers} layers, {spec.num_kv_heads} KV heads of "
-            f"{spec.head_dim}); choose another policy, or train a scorer with python -m perf.train_gate"
+            f"{spec.head_dim}); choose another policy, or train a {what} with python -m {how}"
         )
 
 
 def fits(policy: Policy, spec: ModelSpec) -> bool:
     """Whether the model can have the policy."""
-    ours = (spec.num_layers, spec.num_kv_heads, spec.head_dim, base_name(spec.name))
-    return policy.gate is None or policy.gate.model == ours
+    return all(trained.model == _shape_of(spec) for trained in policy.trained)
+
+
+def _shape_of(spec: ModelSpec) -> tuple[int, int, int, str]:
+    """As `Gate.model` names a model."""
+    return spec.num_layers, spec.num_kv_heads, spec.head_dim, base_name(spec.name)
 
 
 def base_name(name: str) -> str:
@@ -109,6 +115,17 @@ def _check_tiers(policy: Policy) -> None:
             raise ConfigError(
                 f"tiers of {name}: got {tier}, expected an age of 0 or more, a size from 1 to {MAX_SUPER_TOKEN} and "
                 f"one of {', '.join(get_args(PoolKind))}"
+            )
+        most = tier.size - 1 if tier.how == "pca" else 1
+        if not 1 <= tier.entries <= max(1, most):
+            raise ConfigError(
+                f"tiers of {name}: got {tier.entries} entries for {tier.size} tokens by {tier.how}, expected 1, or by "
+                f"pca fewer than the tokens"
+            )
+        if tier.how in ("pca", "learned") and policy.score == "recency":
+            raise ConfigError(
+                f"tiers of {name}: got {tier.how} with the score recency, expected mean, max or weighted: it weighs by "
+                f"how much attention tokens got, which that score does not say"
             )
     if policy.tier_shares and (
         len(policy.tier_shares) != len(tiers) or abs(sum(policy.tier_shares) - 1) > 1e-6 or min(policy.tier_shares) < 0

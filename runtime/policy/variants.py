@@ -14,7 +14,7 @@ Record = TypeVar("Record", Policy, Schedule, Protection, Signals)
 _GROUPS: dict[str, type[Schedule] | type[Protection] | type[Signals]] = {
     "schedule": Schedule, "protection": Protection, "signals": Signals,
 }  # fmt: skip
-FIXED = ("name", "compresses", "gate", "alternate", "by_task", "chosen_from", *_GROUPS)
+FIXED = ("name", "compresses", "gate", "merger", "alternate", "by_task", "chosen_from", *_GROUPS)
 """Fields that have no variants of their own; those of the groups are named schedule.x, protection.x, signals.x."""
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from crafted_cache import ROWS, CraftedCache, random_key, random_seen, small
+from crafted_cache import ROWS, SPEC, CraftedCache, random_key, random_seen, small
+from safetensors.torch import save_file
 
 from plugins.commit.choices import Tier
+from runtime import gates
+from runtime.errors import ConfigError, UnsupportedPolicyError
 from runtime.lifecycle import State
-from runtime.policy.base import Policy, Schedule
+from runtime.policy.base import Gate, Policy, Schedule
 from runtime.policy.registry import ALL_POLICIES
 from runtime.policy.variants import with_changes
 
@@ -71,6 +76,77 @@ def test_bias_of_a_super_token(bias: str) -> None:
     entry = next(e for e in cache.entries(3) if e.position == 9.5)
     torch.testing.assert_close(entry.key, mean * factor)
     assert entry.bias == pytest.approx(expected, abs=1e-3)
+
+
+def test_principal_parts_of_spans() -> None:
+    """Keys of two kinds in turn: each span of 8 becomes one super token of either kind."""
+
+    def two_kinds(row: int, position: int) -> torch.Tensor:
+        return random_key(row, position) * 0.01 + (3.0 if position % 2 else -3.0)
+
+    policy = commitkv(absorb_gate=None, tiers=[[0, 8, "pca", 2]], budget_ratio=1e-6)
+    cache = CraftedCache(policy, keys=two_kinds, seen=lambda row, position: 0.01)
+    cache.add(4 + 48 + 16)
+    cache.commit()
+    for row in range(1, ROWS):
+        entries = cache.entries(row)[: 2 * (cache.kv.committed_tokens // 8)]
+        assert [round(float(e.key.mean())) for e in entries] == [-3, 3] * (len(entries) // 2), "positions begin even"
+        assert len(entries) >= 10
+        assert all(e.bias == pytest.approx(math.log(4), abs=1e-3) for e in entries)
+        assert [e.position for e in entries[:2]] == [7.0, 8.0], "4, 6, 8, 10 and 5, 7, 9, 11"
+    assert policy.expected_entries(160) == pytest.approx(160 / 4, abs=5)
+
+
+def test_a_trained_network_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that looks at the key's first channel alone: of each span the token with the largest one carries it."""
+    monkeypatch.setattr(gates, "GATES_DIR", tmp_path)
+    hidden = torch.zeros(ROWS, 2 * SPEC.head_dim + 1, 1)
+    hidden[:, 0] = 0.3
+    tensors = {"hidden": hidden, "offset": torch.zeros(ROWS, 1), "out": torch.full((ROWS, 1), 5000.0),
+               "score": torch.zeros(ROWS)}  # fmt: skip
+    save_file(tensors, tmp_path / "tiny.merge.safetensors")
+    merger = Gate((SPEC.num_layers, SPEC.num_kv_heads, SPEC.head_dim, SPEC.name), "tiny.merge.safetensors")
+    policy = replace(commitkv(absorb_gate=None, tiers=[[0, 5, "learned"]], budget_ratio=1e-6), merger=merger)
+    cache = CraftedCache(policy, seen=lambda row, position: 0.01)
+    cache.add(4 + 20 + 16)
+    cache.commit()
+    for row in range(1, ROWS):
+        for entry, first in zip(cache.entries(row), range(4, 4 + cache.kv.committed_tokens, 5), strict=False):
+            span = range(first, min(first + 5, 4 + cache.kv.committed_tokens))
+            best = max(span, key=lambda p: float(random_key(row, p)[0]))
+            assert entry.position == pytest.approx(best, abs=0.2)
+    with pytest.raises(UnsupportedPolicyError, match=r"merging network was trained on SmolLM2.*train_merge"):
+        cache.manager.open(1, commitkv(absorb_gate=None, tiers=[[0, 5, "learned"]]))
+    with pytest.raises(ConfigError, match=r"merger: .*nowhere"):
+        gates.load_merger("nowhere", torch.device("cpu"))
+
+
+def test_tiers_that_cannot_be_are_refused() -> None:
+    recency = {"score": "recency", "redraw": False, "absorb_gate": None}
+    for changes, message in (
+        ({"absorb_gate": None, "tiers": [[0, 5, "mean", 2]]}, "2 entries for 5 tokens by mean"),
+        ({"absorb_gate": None, "tiers": [[0, 5, "pca", 5]]}, "fewer than the tokens"),
+        ({"absorb_gate": None, "tiers": [[0, 5, "pca", 0]]}, "0 entries"),
+        (recency | {"tiers": [[0, 5, "pca", 2]]}, "pca with the score recency"),
+        (recency | {"tiers": [[0, 5, "learned"]]}, "learned with the score recency"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            commitkv(**changes)  # type: ignore[arg-type]
+
+
+def test_spans_grow_with_age_near_5_to_1_far_20_to_1() -> None:
+    """The hierarchy by age alone: fives merge in fours once they are old."""
+    tiers = [[0, 5, "mean"], [100, 20, "mean"]]
+    policy = commitkv(score="recency", redraw=False, absorb_gate=None, tiers=tiers)
+    cache = CraftedCache(policy)
+    for _ in range(5):
+        cache.add(60)
+        cache.commit()
+    newest = cache.kv.num_tokens - 1
+    for row in range(ROWS):
+        masses = {round(math.exp(e.bias)) for e in cache.entries(row) if newest - e.position > 160}
+        assert 20 in masses and max(masses) == 20
+        assert max(round(math.exp(e.bias)) for e in cache.entries(row) if newest - e.position < 90) == 5
 
 
 def test_near_gentler_than_far() -> None:
