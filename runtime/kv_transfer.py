@@ -42,7 +42,9 @@ class KvTransfer:
         layout, ids = arena.layout, self._index(place.blocks.ids)
         raw, score = arena.raw.index_select(0, ids), arena.score.index_select(0, ids)
         empty = ~self._filled(place.blocks.lens, layout.block_entries)
-        for codes in (k_field(raw, layout), v_field(raw, layout)):
+        # Blocks with keys of two widths are always written whole, with zeros where no entry lies.
+        keys = () if layout.mixed else (k_field(raw, layout),)
+        for codes in (*keys, v_field(raw, layout)):
             codes.masked_fill_(empty[..., None], 0)
         offsets = (layout.v_scale, layout.v_min, layout.bias) if layout.quantized else (layout.bias,)
         for entries in (score, *(fp16_field(raw, offset, layout.block_entries) for offset in offsets)):
