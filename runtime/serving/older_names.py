@@ -35,6 +35,7 @@ _CHANGED: Mapping[str, str] = {
     "top_p": "sampling_param_top_p",
     "temperature": "sampling_param_temperature",
 }
+_NEWER: Mapping[str, str] = {**_SAME, **_CHANGED}
 # What only one value can be asked of here, and what only beams or padding would read.
 _FIXED: Mapping[str, tuple[InputSpec, int | None]] = {
     "beam_width": (InputSpec("INT32"), 1),
@@ -44,7 +45,7 @@ _FIXED: Mapping[str, tuple[InputSpec, int | None]] = {
     "pad_id": (InputSpec("INT32"), None),
 }
 INPUTS: Mapping[str, InputSpec] = {
-    **{older: NEWER_INPUTS[newer] for older, newer in (_SAME | _CHANGED).items()},
+    **{older: NEWER_INPUTS[newer] for older, newer in _NEWER.items()},
     **{name: spec for name, (spec, _) in _FIXED.items()},
 }
 _OUTPUT_NAMES: Mapping[str, str] = {
@@ -119,7 +120,7 @@ def older_shape(name: str, num_values: int) -> tuple[int, ...]:
 
 def older_message(message: str) -> str:
     """An error of `tensorrt_llm` with the tensor's older name."""
-    for older, newer in (_SAME | _CHANGED).items():
+    for older, newer in _NEWER.items():
         if message.startswith(f"{newer}:"):
             return older + message.removeprefix(newer)
     return message
