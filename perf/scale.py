@@ -219,6 +219,14 @@ class Cluster:
         await asyncio.to_thread(self.servers[index].start)
         await asyncio.sleep(NOTICE_S)
 
+    async def busiest(self) -> int:
+        """The server that holds most conversations."""
+        held = []
+        for server in self.servers:
+            async with Requests(Target(server.grpc_url)) as direct:
+                held.append(int((await direct.stats()).stats["engine"]["conversations"]))
+        return held.index(max(held))
+
     async def wait_busy(self, index: int, timeout_s: float = 20.0) -> None:
         """Until a server runs a turn, so that a kill meets it in the middle."""
         async with Requests(Target(self.servers[index].grpc_url)) as direct:
@@ -232,14 +240,17 @@ class Cluster:
 async def run_parts(cluster: Cluster, plan: Plan, token_bytes: int) -> AsyncIterator[tuple[Part, list[TurnRecord]]]:
     """The four parts, each as soon as it is over."""
     talks = [Talk(index, plan, "scale", token_bytes) for index in range(plan.conversations)]
+    victim = 0
     async with Requests(Target(cluster.url)) as requests:
         for name in ("both up", "one killed", "it is back", "killed again"):
+            if name == "one killed":
+                victim = await cluster.busiest()
             if name == "it is back":
-                await cluster.start_again(0)
+                await cluster.start_again(victim)
             turns = asyncio.gather(*(talk.take_turns(requests) for talk in talks))
             if "killed" in name:
-                await cluster.wait_busy(0)
-                cluster.kill(0)
+                await cluster.wait_busy(victim)
+                cluster.kill(victim)
             records = [record for of_talk in await turns for record in of_talk]
             yield part_of(name, records), records
 
@@ -268,7 +279,8 @@ async def run_scale(options: ServerOptions, plan: Plan, proxy: ProxyKind = "ngin
                 print(f"  {part.name}: {part.turns - part.lost} of {part.turns} turns answered", flush=True)
                 parts.append(part)
                 answers |= {(record.conversation, record.turn): record.text for record in records}
-            calm = await undisturbed(cluster.servers[1].grpc_url, plan, token_bytes, len(parts))
+            alive = next(server for server in cluster.servers if server.returncode is None)
+            calm = await undisturbed(alive.grpc_url, plan, token_bytes, len(parts))
     same = sum(calm[key] is not None and calm[key] == text for key, text in answers.items())
     policy = options.parameters.get("default_policy", "the engine's own")
     return Report(plan, proxy, policy, tuple(parts), same, len(answers))
