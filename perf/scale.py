@@ -37,7 +37,13 @@ NOTICE_S = 6.0  # until a proxy tries a replica again that had failed
 # How a turn found the conversation. kept: the server held it.   restored: from a checkpoint, KV and all.
 # recomputed: its text was there, its KV was not.   cut: without the newest of what the client has seen.
 Way = Literal["new", "kept", "restored", "recomputed", "cut"]
-WAYS: tuple[Way, ...] = ("kept", "restored", "recomputed", "cut")
+WORDS: dict[Way, str] = {
+    "kept": "conversations that stayed where their KV was",
+    "restored": "conversations that moved, KV restored from the checkpoint",
+    "recomputed": "conversations that moved, KV recomputed from the text",
+    "cut": "conversations that lost a turn they had had",
+}
+WAYS = tuple(WORDS)
 
 
 @dataclass(frozen=True)
@@ -293,15 +299,7 @@ def markdown(report: Report) -> str:
         ("turns lost after retry", [str(part.lost) for part in report.parts]),
         ("turns whose client had to retry", [str(part.retried) for part in report.parts]),
         ("longest turn, retries included, s", [f"{part.longest_s:.1f}" for part in report.parts]),
-        *(
-            (words, [str(part.conversations[way]) for part in report.parts])
-            for way, words in (
-                ("kept", "conversations that stayed where their KV was"),
-                ("restored", "conversations that moved, KV restored from the checkpoint"),
-                ("recomputed", "conversations that moved, KV recomputed from the text"),
-                ("cut", "conversations that lost a turn they had had"),
-            )
-        ),
+        *((WORDS[way], [str(part.conversations[way]) for part in report.parts]) for way in WAYS),
     ]
     head = f"| {report.plan.conversations} conversations | {' | '.join(part.name for part in report.parts)} |"
     table = [head, "|---|" + "---:|" * len(report.parts), *(f"| {n} | {' | '.join(v)} |" for n, v in rows)]
