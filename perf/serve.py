@@ -58,8 +58,10 @@ def _parser() -> argparse.ArgumentParser:
         "--target trt need cuda (%(default)s)")  # fmt: skip
     parser.add_argument("--policy", help="policy of conversations that name none, or a policy file (the engine's own)")
     parser.add_argument("--trace", type=Path, help="new file for a record of every commit, see perf.trace (none)")
-    parser.add_argument("--checkpoints", metavar="URL", help="folder or fsspec URL that keeps conversations between "
-        "turns: a restarted server, or another one, goes on with them (none)")  # fmt: skip
+    parser.add_argument("--checkpoints", metavar="URL", default="", help="folder or fsspec URL that keeps "
+        "conversations between turns: a restarted server, or another one, goes on with them (none)")  # fmt: skip
+    parser.add_argument("--checkpoint-wait-s", type=float, default=0.0, metavar="S", help="an answer's end waits so "
+        "long at most for its checkpoint: no crash loses what a client was told (%(default)s: not at all)")  # fmt: skip
     parser.add_argument("--restart", action="store_true", help="start again when the server or its model dies")
     parser.add_argument("--request-trace", metavar="TARGET", help="Triton's times of requests: a file name, or the URL "
         "of an OpenTelemetry collector, such as http://127.0.0.1:4318/v1/traces (none)")  # fmt: skip
@@ -80,7 +82,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     if not 0 <= args.grace_s <= MAX_GRACE_S:
         raise ConfigError(f"--grace-s: got {args.grace_s}, expected 0 to {MAX_GRACE_S} seconds; pass another number")
     trace = {} if args.trace is None else {"trace_file": str(args.trace.resolve())}
-    kept = {} if not args.checkpoints else {"checkpoint_url": _absolute(args.checkpoints)}
+    kept = {"checkpoint_url": _absolute(args.checkpoints), "checkpoint_wait_s": str(args.checkpoint_wait_s)}
     own = {"device": args.device, "grace_s": str(args.grace_s), "log_level": args.log_level}
     return ServerOptions(
         parameters={**base.parameters, **trace, **kept, **limit_parameters(args), **own},
@@ -96,7 +98,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
 
 def _absolute(url: str) -> str:
     """A folder by its full path: the model's process has a working directory of its own."""
-    return url if "://" in url else str(Path(url).resolve())
+    return url if "://" in url or not url else str(Path(url).resolve())
 
 
 def _warn(line: str) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from runtime.checkpoint import Checkpoint
 from runtime.conversation import Conversation
 from runtime.policy.base import Policy
-from runtime.request import Request
+from runtime.request import Event, Request
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,38 @@ class CheckpointHook:
         """
         return None
 
+    def is_superseded(self, conversation: Conversation) -> bool:
+        """Whether another replica has gone on with one that this engine holds idle. Lock free; asks the store."""
+        return False
+
+    def give_up(self, conversation: Conversation) -> None:
+        """This replica holds it no more, since another has gone on with it; nothing of it is written. Lock held."""
+
     def revived(self, conversation: Conversation, revival: Revival) -> None:
         """The engine holds it now, empty; its turn will wait. Lock held."""
 
-    def between_steps(self, make_room: Callable[[], bool], drop: Callable[[Conversation], None]) -> None:
+    def between_steps(self, make_room: Callable[[], bool], drop: Callable[[Conversation], None]) -> list[Event]:
         """Fills caches of revived conversations and copies changed ones out. Lock held, from the engine's thread.
 
         make_room: gives up the cache of one idle conversation; False if none has any.   drop: empties a cache.
+        Returns last events of turns that need not wait any more.
         """
+        return []
 
     def changed(self, conversation: Conversation) -> None:
         """A turn ended, or a commit was settled. Lock held."""
+
+    def hold(self, conversation: Conversation, event: Event) -> list[Event]:
+        """What is told at once of a turn that ended: not its last event where that waits to be written. Lock held."""
+        return [event]
+
+    @property
+    def holds(self) -> bool:
+        """Whether events wait."""
+        return False
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        """wake: lets an idle engine take its next step; for any thread."""
 
     def forget(self, tenant: str, conversation_id: str) -> bool:
         """Its client ended it: no checkpoint may stay. Returns whether there may have been one. Lock free.

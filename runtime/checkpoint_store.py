@@ -3,8 +3,9 @@
     <url>/<key>/<version>.ckv      key: SHA-256 of tenant and conversation id, so that names tell nothing
 
 A version is written under a name of its own and made visible whole, then older ones are removed, so that a writer that
-dies leaves the last good one. One thread writes; what waits for it is bounded in bytes. Objects hold what users said:
-files are made for their owner alone, and a bucket should be.
+dies leaves the last good one. Who wrote or read a version and then finds another has been overtaken by another replica
+(`is_superseded`), and what it would still write is dropped. One thread writes; what waits for it is bounded in bytes.
+Objects hold what users said: files are made for their owner alone, and a bucket should be.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import datetime
 import hashlib
 import logging
 import os
+import secrets
 import threading
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fsspec  # type: ignore[import-untyped]
@@ -32,6 +35,8 @@ _TEMPORARY = ".part"
 # A reader that finds a version and then does not is beside a writer that has just replaced it.
 _READ_ATTEMPTS = 5
 SWEEP_EVERY = 64
+# Versions remembered. One that is forgotten is read again when its conversation takes its next turn.
+MAX_KNOWN = 100_000
 
 
 @dataclass(frozen=True)
@@ -56,11 +61,12 @@ class StoreCounts:
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """make: pieces of the object to write; None: delete the key."""
+    """make: pieces of the object to write; None: delete the key.   done: called however it ended."""
 
     key: str
     make: Callable[[], Sequence[Bytes]] | None
     num_bytes: int = 0
+    done: tuple[Callable[[], None], ...] = ()
 
 
 @dataclass
@@ -106,6 +112,7 @@ class CheckpointStore:
                 f"a URL that fsspec opens here, with its package installed; correct it, or leave it empty for none"
             ) from error
         self._queue = _Queue()
+        self._known: OrderedDict[str, int] = OrderedDict()  # newest version written or read, by key
         self._thread = threading.Thread(target=self._run, name="commitkv-checkpoints", daemon=True)
         self._thread.start()
 
@@ -127,9 +134,16 @@ class CheckpointStore:
             waiting = self._queue.num_bytes
             return waiting == 0 or waiting + num_bytes <= self.limits.max_queue_bytes
 
-    def put(self, key: str, make: Callable[[], Sequence[Bytes]], num_bytes: int) -> None:
-        """Writes a new version soon. `make` gives its pieces and is called by the writer."""
-        self._add(_Job(key, make, num_bytes))
+    def put(
+        self,
+        key: str,
+        make: Callable[[], Sequence[Bytes]],
+        num_bytes: int,
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        """Writes a new version soon. `make` gives its pieces, `done` is told when it or a newer one is written, or
+        cannot be; both are called by the writer."""
+        self._add(_Job(key, make, num_bytes, () if done is None else (done,)))
 
     def delete(self, key: str) -> None:
         """Removes all versions soon."""
@@ -137,7 +151,10 @@ class CheckpointStore:
 
     def _add(self, job: _Job) -> None:
         with self._queue.changed:
-            self._queue.jobs[job.key] = job  # in the place of an older one
+            older = self._queue.jobs.get(job.key)
+            if older is not None:  # whoever waits for it waits for what takes its place
+                job = replace(job, done=older.done + job.done)
+            self._queue.jobs[job.key] = job
             self._queue.changed.notify_all()
 
     def get(self, key: str) -> Bytes | None:
@@ -155,6 +172,7 @@ class CheckpointStore:
                 if not versions:
                     return None
                 content: bytes = self._fs.cat_file(self._path(key, versions[-1]))
+                self._know(key, versions[-1])
             except FileNotFoundError:
                 continue
             except Exception as error:
@@ -172,6 +190,30 @@ class CheckpointStore:
             return bool(self._versions(key))
         except Exception as error:
             raise _unavailable(error) from error
+
+    def is_superseded(self, key: str) -> bool:
+        """Whether the newest version is none that this store wrote or gave: another replica has gone on since.
+
+        Raises StoreUnavailableError.
+        """
+        with self._queue.changed:
+            known = self._known.get(key)  # before the look: what we write meanwhile must not seem another's
+            if self._queue.of(key) is not None and known is None:
+                return False
+        try:
+            versions = self._versions(key)
+        except Exception as error:
+            raise _unavailable(error) from error
+        with self._queue.changed:
+            return bool(versions) and versions[-1] not in (known, self._known.get(key))
+
+    def _know(self, key: str, version: int | None) -> None:
+        with self._queue.changed:
+            self._known.pop(key, None)
+            if version is not None:
+                self._known[key] = version
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Waits until nothing is left to write; False if time ran out."""
@@ -209,20 +251,32 @@ class CheckpointStore:
                 with queue.changed:
                     queue.running = None
                     queue.changed.notify_all()
+                for done in job.done:
+                    done()
 
     def _do(self, job: _Job) -> None:
         versions = self._versions(job.key)
         if job.make is None:
             self._remove(self._path(job.key, version) for version in versions)
             self.counts.deleted += bool(versions)
+            self._know(job.key, None)
             return
-        version = versions[-1] + 1 if versions else 1
+        known = self._known.get(job.key)
+        if versions and known is not None and versions[-1] != known:
+            log.warning("checkpoint %s not written: another replica has gone on with it", job.key[:16])
+            return
+        version = versions[-1] + 1 if versions else _first_version()
         path = self._path(job.key, version)
         pieces = job.make()
-        if self._local:
-            _write_file(path, pieces)
-        else:
-            self._fs.pipe_file(path, b"".join(pieces))  # an object store shows an object whole or not at all
+        self._know(job.key, version)
+        try:
+            if self._local:
+                _write_file(path, pieces)
+            else:
+                self._fs.pipe_file(path, b"".join(pieces))  # an object store shows an object whole or not at all
+        except BaseException:
+            self._know(job.key, known)
+            raise
         self._remove(self._path(job.key, old) for old in versions)
         self.counts.written_bytes += sum(map(len, pieces))
         self.counts.written += 1
@@ -267,6 +321,11 @@ class CheckpointStore:
         ]
         self._remove(gone)
         self.counts.swept += len(gone)
+
+
+def _first_version() -> int:
+    """No round number: one that was ended and begun anew elsewhere must not look like what we knew of it."""
+    return secrets.randbelow(10**9)
 
 
 def _write_file(path: str, pieces: Sequence[Bytes]) -> None:

@@ -2,6 +2,7 @@
 
     a turn ended, or a commit while idle   `changed`: the conversation waits to be copied out
     a turn for an id that is not held      `find`: read from the store and checked
+    a turn for one that is                 `is_superseded`: it may have been elsewhere meanwhile; then `give_up`, `find`
     between two steps                      `between_steps`: revived caches get their bytes back, then changed
                                            conversations are copied out while the store's queue has room
 
@@ -23,13 +24,14 @@ from typing import Protocol
 from runtime.checkpoint import FORMAT_VERSION, Bytes, ChatText, Checkpoint, KvImage, KvPart, PolicyRef, decode, encode
 from runtime.checkpoint_hook import CheckpointFigures, CheckpointHook, Revival
 from runtime.checkpoint_tables import KvPlace, check_kv, place_of, reinstate, tables_of
+from runtime.checkpoint_waiting import WaitingEvents
 from runtime.conversation import Conversation
 from runtime.errors import LostConversationError, OutOfMemoryError, StoreUnavailableError, UnknownPolicyError
 from runtime.kv_manager import KvManager
 from runtime.manifest import Manifest
 from runtime.policy.base import Policy
 from runtime.policy.registry import get_policy
-from runtime.request import Request
+from runtime.request import Event, Request
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +67,19 @@ class Store(Protocol):
 
     def has_room(self, num_bytes: int) -> bool: ...
 
-    def put(self, key: str, make: Callable[[], Sequence[Bytes]], num_bytes: int) -> None: ...
+    def put(
+        self,
+        key: str,
+        make: Callable[[], Sequence[Bytes]],
+        num_bytes: int,
+        done: Callable[[], None] | None = None,
+    ) -> None: ...
 
     def get(self, key: str) -> Bytes | None: ...
 
     def exists(self, key: str) -> bool: ...
+
+    def is_superseded(self, key: str) -> bool: ...
 
     def delete(self, key: str) -> None: ...
 
@@ -104,9 +114,15 @@ def find_policy(ref: PolicyRef) -> Policy | None:
 
 
 class Checkpoints(CheckpointHook):
-    """Of one engine.   fingerprint: of the engine; what another one wrote is refused."""
+    """Of one engine.   fingerprint: of the engine; what another one wrote is refused.
 
-    def __init__(self, fingerprint: str, manager: KvManager, transfer: Transfer, store: Store) -> None:
+    wait_s: a turn's last event waits so long, at most, until the turn is written; 0: not at all.
+    """
+
+    def __init__(
+        self, fingerprint: str, manager: KvManager, transfer: Transfer, store: Store, wait_s: float = 0.0
+    ) -> None:
+        self._waiting = WaitingEvents(wait_s)
         self._fingerprint, self._manager, self._transfer, self._store = fingerprint, manager, transfer, store
         self._changed: dict[int, Conversation] = {}  # by handle, longest first
         self._revived: list[tuple[Conversation, Checkpoint]] = []
@@ -127,6 +143,21 @@ class Checkpoints(CheckpointHook):
             if request.messages:  # which hold all of its text
                 return None
             raise
+
+    def is_superseded(self, conversation: Conversation) -> bool:
+        if not _is_named(conversation):
+            return False
+        assert conversation.conversation_id is not None
+        try:
+            return self._store.is_superseded(self._store.key(conversation.tenant, conversation.conversation_id))
+        except StoreUnavailableError as error:  # what is held is most likely the newest, and the turn can go on
+            log.warning("conversation %r is taken as it is held: %s", conversation.conversation_id, error)
+            return False
+
+    def give_up(self, conversation: Conversation) -> None:
+        self._changed.pop(conversation.handle, None)
+        who = conversation.conversation_id, conversation.tenant
+        log.info("conversation %r of tenant %r: another replica has gone on with it", *who)
 
     def _wait_until_left(self, tenant: str, conversation_id: str) -> None:
         """One that has just been ended to make room is copied out before the next step; till then the store is old."""
@@ -157,11 +188,24 @@ class Checkpoints(CheckpointHook):
             self._manager[conversation.handle].protect(start, end)
         self._revived.append((conversation, revival.checkpoint))
 
-    def between_steps(self, make_room: Callable[[], bool], drop: Callable[[Conversation], None]) -> None:
+    def between_steps(self, make_room: Callable[[], bool], drop: Callable[[Conversation], None]) -> list[Event]:
         while self._revived:
             conversation, found = self._revived.pop(0)
             self._tell(conversation, found.damage or self._restore(conversation, found, make_room, drop))
         self._copy_changed()
+        return self._waiting.take()
+
+    def hold(self, conversation: Conversation, event: Event) -> list[Event]:
+        if conversation.handle not in self._changed:
+            return [event]
+        return self._waiting.hold(conversation.handle, event)
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._waiting)
+
+    def attach(self, wake: Callable[[], None]) -> None:
+        self._waiting.wake = wake
 
     def _restore(
         self,
@@ -241,7 +285,8 @@ class Checkpoints(CheckpointHook):
             kv=part,
         )
         key = self._store.key(conversation.tenant, conversation.conversation_id)
-        self._store.put(key, lambda: encode(copy), num_bytes if part is not None else 0)
+        done = self._waiting.told_by(conversation.handle)
+        self._store.put(key, lambda: encode(copy), num_bytes if part is not None else 0, done)
 
     def forget(self, tenant: str, conversation_id: str) -> bool:
         key = self._store.key(tenant, conversation_id)
@@ -252,6 +297,7 @@ class Checkpoints(CheckpointHook):
 
     def discard(self, conversation: Conversation) -> None:
         self._changed.pop(conversation.handle, None)
+        self._waiting.release(conversation.handle)
         if conversation.conversation_id is not None and _is_named(conversation):
             self._store.delete(self._store.key(conversation.tenant, conversation.conversation_id))
 

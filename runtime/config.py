@@ -17,7 +17,7 @@ MAX_THREADS = 1024
 DEVICES = ("cpu", "cuda")
 _ZERO_IS_NONE = (
     "max_tenant_conversations", "max_conversation_bytes", "max_idle_s", "max_tenant_waiting", "max_tenant_running",
-    "max_step_ms",
+    "max_step_ms", "checkpoint_wait_s",
 )  # fmt: skip
 DTYPE_BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -141,6 +141,8 @@ class RuntimeConfig:
     device: "cpu", or "cuda" for the first GPU that the process sees.
     trace_file: a new file for a record of every commit, see `runtime.trace`; "": none.
     checkpoint_url: folder or fsspec URL that keeps conversations between turns, see `runtime.checkpoints`; "": none.
+    checkpoint_wait_s: a turn's last event waits so long, at most, until the turn is written, so that no crash loses
+        what a client was told; 0: not at all.
     checkpoint_queue_bytes: of conversations copied out and not yet written.
     checkpoint_max_count, checkpoint_max_age_s: of conversations in the store; the oldest go.
     """
@@ -162,6 +164,7 @@ class RuntimeConfig:
     device: str = "cpu"
     trace_file: str = ""
     checkpoint_url: str = ""
+    checkpoint_wait_s: float = 0.0
     checkpoint_queue_bytes: int = 256 << 20
     checkpoint_max_count: int = 10_000
     checkpoint_max_age_s: float = 7 * 86400.0

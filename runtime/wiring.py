@@ -102,7 +102,8 @@ def _open_checkpoints(
     assert isinstance(executor, PagedExecutor)
     limits = StoreLimits(config.checkpoint_queue_bytes, config.checkpoint_max_count, config.checkpoint_max_age_s)
     store = CheckpointStore(config.checkpoint_url, limits)
-    return Checkpoints(engine_fingerprint(manifest), manager, KvTransfer(executor.storage), store)
+    transfer = KvTransfer(executor.storage)
+    return Checkpoints(engine_fingerprint(manifest), manager, transfer, store, config.checkpoint_wait_s)
 
 
 def check_step_tokens(config: RuntimeConfig, step: StepLimits, prompt_tokens: int) -> None:

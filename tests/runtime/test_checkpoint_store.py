@@ -48,7 +48,8 @@ def test_the_newest_version_is_read_and_older_ones_go(store: CheckpointStore, ur
         assert store.flush(WAIT_S)
         assert store.get(key) == content and store.exists(key)
     [left] = objects(url)
-    assert left.endswith(f"{key}/0000000003.ckv")
+    folder, _, name = left.rpartition("/")
+    assert folder.endswith(key) and name.endswith(".ckv") and len(name) == len("0000000003.ckv")
     assert (store.counts.written, store.counts.written_bytes) == (3, 16)
 
 
@@ -61,6 +62,40 @@ def test_another_replica_reads_it_and_goes_on_counting(store: CheckpointStore, u
     put(other, key, b"theirs")
     other.close(WAIT_S)
     assert store.get(key) == b"theirs"
+
+
+def test_who_has_been_overtaken_knows_it_and_writes_no_more(store: CheckpointStore, url: str) -> None:
+    key = store.key("", "ada")
+    put(store, key, b"ours")
+    assert not store.is_superseded(key), "it waits to be written"
+    assert store.flush(WAIT_S) and not store.is_superseded(key)
+    other = CheckpointStore(url)
+    assert other.is_superseded(key) and other.get(key) == b"ours" and not other.is_superseded(key)
+    put(other, key, b"theirs")
+    assert other.flush(WAIT_S) and store.is_superseded(key) and not other.is_superseded(key)
+    put(store, key, b"ours, late")
+    assert store.flush(WAIT_S) and other.get(key) == b"theirs"
+    assert store.get(key) == b"theirs" and not store.is_superseded(key), "who has read it may go on"
+    put(store, key, b"ours again")
+    assert store.flush(WAIT_S) and other.is_superseded(key)
+    other.close(WAIT_S)
+
+
+def test_whoever_waits_is_told_however_it_ends(store: CheckpointStore, caplog: pytest.LogCaptureFixture) -> None:
+    held, told = threading.Event(), list[str]()
+
+    def fail() -> list[bytes]:
+        raise OSError("disk full")
+
+    store.put("busy", lambda: [b"x" * held.wait(WAIT_S)], 1)
+    store.put("key", lambda: [b"old"], 3, lambda: told.append("replaced"))
+    store.put("key", lambda: [b"new"], 3, lambda: told.append("written"))
+    store.put("broken", fail, 3, lambda: told.append("failed"))
+    assert told == []
+    held.set()
+    assert store.flush(WAIT_S)
+    store.close(WAIT_S)
+    assert told == ["replaced", "written", "failed"] and "disk full" in caplog.text
 
 
 def test_deleting_leaves_nothing(store: CheckpointStore, url: str) -> None:
