@@ -99,19 +99,24 @@ class Admission:
         manager, policy = self._manager, conversation.policy
         # The last token of an answer is not in the cache.
         cached = max(num_tokens, min(num_tokens + max_tokens, self._limits.max_seq_len) - 1)
-        new_tokens, protected = cached, 0
+        held_tokens, tail_room, protected = 0, 0, 0
         if conversation.handle in manager:  # not yet, for a conversation that begins
             kv = manager[conversation.handle]
-            new_tokens -= kv.num_tokens + kv.tail_room + manager.shared.num_waiting(conversation.handle, kv)
+            held_tokens = kv.num_tokens
+            tail_room = kv.tail_room + manager.shared.num_waiting(conversation.handle, kv)
             protected = sum(end - start for start, end in kv.protected_ranges())
-        page_bytes = manager.page_layout.page_bytes
-        in_pages = self._held_bytes(conversation) + max(0, -(-new_tokens // manager.page_tokens)) * page_bytes
+        in_pages = self._held_bytes(conversation) + self._page_bytes(cached - held_tokens - tail_room)
         if not policy.compresses or not policy.schedule.at_watermark:
             return in_pages
         # Tokens that came since the last commit: a step's, and the pages that a commit waits for.
         fresh = self._config.tokens_per_step + WATERMARK_MIN_PAGES * manager.page_tokens
         compressed = peak_memory(manager.spec, self._limits, policy, cached, protected + fresh)
+        if held_tokens < policy.schedule.min_tokens:  # it grows in pages until then
+            compressed = max(compressed, self._page_bytes(policy.schedule.min_tokens + fresh))
         return min(in_pages, compressed)
+
+    def _page_bytes(self, num_tokens: int) -> int:
+        return max(0, -(-num_tokens // self._manager.page_tokens)) * self._manager.page_layout.page_bytes
 
     def _held_bytes(self, conversation: Conversation) -> int:
         """Pages and blocks; tables are not part of the budget. Shared pages count for one of those that hold them."""

@@ -16,7 +16,7 @@ from runtime.conversation import Conversation
 from runtime.cooling import Cooling
 from runtime.errors import OutOfMemoryError
 from runtime.kv_manager import KvManager, RowReservation
-from runtime.lifecycle import Event
+from runtime.lifecycle import Event, State
 from runtime.step import LinePlan, ProbePlan, SignalResult
 
 # Tokens before a probed piece that are re-read with it, so that its first tokens have a context to be found by.
@@ -119,17 +119,37 @@ class Maintenance:
         return None
 
     def reclaim(self, min_pages: int = 1) -> CommitWork | None:
-        """Stages all it may and commits the conversation with most to give; None if none has `min_pages`."""
+        """Stages what it may and commits the conversation with most to give; None if none has `min_pages`."""
         best: Conversation | None = None
         best_staged = min_pages * self._manager.page_tokens - 1
         for conversation in self._conversations.values():
             if not conversation.policy.schedule.at_watermark:
                 continue
-            self._manager.stage(conversation.handle, Event.WATERMARK)
+            self._manager.stage(conversation.handle, Event.WATERMARK, self._pages_to_commit(conversation))
             num_staged = self._manager[conversation.handle].num_staged
             if num_staged > best_staged:
                 best, best_staged = conversation, num_staged
         return self._first([best] if best else [])
+
+    def _pages_to_commit(self, conversation: Conversation) -> set[int]:
+        """First positions of the oldest active pages: so many as a commit has room to write out before it frees them.
+
+        All of their tokens may stay, and two blocks per row are left for old entries that move.
+        """
+        manager, kv = self._manager, self._manager[conversation.handle]
+        row_bytes = kv.num_rows * manager.block_layouts[kv.blocks.format].stored_bytes
+        room = manager.budget.total_bytes - manager.budget.used_bytes - 2 * row_bytes
+        fitting = room * manager.block_entries // row_bytes
+        left = max(WATERMARK_MIN_PAGES * manager.page_tokens, fitting) - kv.num_staged
+        chosen = set()
+        for page in kv.pages:
+            if page.state is not State.ACTIVE or page.compacted:
+                continue
+            left -= len(kv.loose_positions(page))
+            if left < 0:
+                break
+            chosen.add(page.positions[0])
+        return chosen
 
     def idle(self) -> ProbeWork | CommitWork | None:
         """What to do with spare time. Conversations that run no turn, oldest first."""

@@ -117,14 +117,16 @@ class Scheduler:
         return None
 
     def _add_rows(self, draft: _Draft, conversation: Conversation, num_tokens: int, now_ns: int) -> None:
-        """As many of the tokens as there is room for; none if there are no pages for them."""
+        """As many of the tokens as there is room for, a part of a prompt where pages are short; else none."""
         num_tokens = min(num_tokens, draft.room)
-        if num_tokens == 0:
-            return
-        try:
-            reservation = self._reserve(conversation, num_tokens)
-        except OutOfMemoryError as error:
-            draft.error = error
+        reservation = None
+        while reservation is None and num_tokens > 0:
+            try:
+                reservation = self._reserve(conversation, num_tokens)
+            except OutOfMemoryError as error:
+                draft.error = error
+                num_tokens //= 2
+        if reservation is None:
             return
         draft.room -= num_tokens
         draft.sequences.append(self._sequence(conversation, reservation, now_ns))

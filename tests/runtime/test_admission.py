@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from runtime.errors import QueueFullError, TurnTooLargeError
 from runtime.kv_manager import KvManager
 from runtime.policy.registry import ALL_POLICIES, get_policy
 from runtime.request import FinishEvent, Request, SamplingParams
+from runtime.wiring import load_engine, load_parts
 
 POLICY = eager(ALL_POLICIES["quantize-int4"])
 
@@ -97,7 +99,7 @@ def test_turns_run_side_by_side_only_as_far_as_both_fit_to_the_end() -> None:
     assert all(isinstance(last_of(events, f"r{i}"), FinishEvent) for i in range(8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     pages=st.integers(9, 40),
     turns=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 60)), min_size=1, max_size=12),
@@ -121,3 +123,20 @@ def test_every_turn_that_is_taken_finishes_without_starting_over(
     assert all(isinstance(last_of(events, name), FinishEvent) for name in taken)
     assert engine.stats().evictions["preempted"] == 0
     assert manager.budget.used_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["commitkv", "quantize-int4", "h2o", "streaming-llm"])
+def test_memory_of_just_the_predicted_bytes_is_enough_for_a_real_turn(name: str, tiny_engine_dir: Path) -> None:
+    """A prompt that would take twice the memory in pages, under the policy as it ships."""
+    num_tokens, max_tokens = 3000, 30
+    parts = load_parts(tiny_engine_dir, RuntimeConfig(kv_memory_bytes=16 << 20, num_threads=1), verify=False)
+    conversation = Conversation(0, None, get_policy(name))
+    peak = Admission(parts.manager, parts.limits, parts.config).peak_bytes(conversation, num_tokens, max_tokens)
+    total = parts.manager.budget.headroom_bytes + peak
+    assert 2 * peak < num_tokens // parts.limits.page_tokens * parts.manager.page_layout.page_bytes
+    engine = load_engine(tiny_engine_dir, RuntimeConfig(kv_memory_bytes=total, num_threads=1), verify=False)
+    text = "".join(chr(97 + i * i % 23) for i in range(num_tokens))
+    engine.submit(Request("r", text, SamplingParams(max_tokens=max_tokens), policy=name))
+    end = last_of(drain(engine), "r")
+    assert isinstance(end, FinishEvent) and end.stats.generated_tokens == max_tokens, end
+    assert end.stats.kv.peak_kv_bytes <= total

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from runtime.config import EngineLimits, ModelSpec, RopeSpec
-from runtime.memory_plan import committed_token_bytes, conversation_memory, page_layout, weight_bytes
+from runtime.memory_plan import (
+    block_layout,
+    committed_token_bytes,
+    conversation_memory,
+    page_layout,
+    peak_memory,
+    weight_bytes,
+)
 from runtime.policy.registry import ALL_POLICIES
 
 SMOLLM2 = ModelSpec(
@@ -55,3 +64,25 @@ def test_int8_weights_take_a_byte_each_and_a_scale_per_output() -> None:
     norms = 4 * 61 * 576
     outputs = 30 * (576 + 2 * 192 + 576 + 2 * 1536 + 576) + 49152
     assert bytes_ - norms == (halves - norms) // 2 + 4 * outputs
+
+
+def test_the_peak_of_a_turn_counts_fresh_tokens_in_pages_and_blocks_as_empty_as_they_get() -> None:
+    policy = ALL_POLICIES["commitkv"]
+    page = page_layout(SMOLLM2, LIMITS).page_bytes
+    block = block_layout(SMOLLM2, LIMITS, policy.block_format).stored_bytes
+    assert peak_memory(SMOLLM2, LIMITS, policy, 999, 300) == 63 * page, "under min_tokens nothing is compressed"
+    active = policy.schedule.recent_tokens + policy.protection.sink_tokens + 300
+    committed = 8000 - active
+    entries = policy.budget_ratio * committed / policy.repack_ratio
+    got = peak_memory(SMOLLM2, LIMITS, policy, 8000, 300)
+    exact = active / 16 * page + 90 * entries / 64 * block
+    assert exact <= got <= exact + 2 * page + 90 * block
+    assert got > conversation_memory(SMOLLM2, LIMITS, policy, 8000).total_bytes
+
+
+def test_the_peak_during_warm_up_keeps_what_the_warm_up_keeps() -> None:
+    policy = ALL_POLICIES["commitkv"]
+    schedule = dataclasses.replace(policy.schedule, warmup_tokens=4000, warmup_every=500)
+    warming = dataclasses.replace(policy, schedule=schedule)
+    sizes = [peak_memory(SMOLLM2, LIMITS, p, n, 0) for p in (policy, warming) for n in (3900, 12000)]
+    assert sizes[2] > 1.5 * sizes[0] and sizes[3] == sizes[1]
