@@ -35,7 +35,7 @@ from runtime.errors import CommitKVError, ConfigError
 REPO_ROOT = Path(__file__).resolve().parents[1]
 MODEL_NAME = "tensorrt_llm"
 KILL_AFTER_S = 10.0
-TENANT_HEADER = "^commitkv[-_]tenant$"
+TENANT_HEADER = "^commitkv[-_]tenant([-_][0-9a-z]+)?$"
 MODEL_POLL_S = 0.5
 
 

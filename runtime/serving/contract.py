@@ -7,17 +7,17 @@ conversation_id, conversation_end, system_prompt, protect, kv_policy, priority a
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from runtime.errors import RequestError
+from runtime.errors import ConfigError, RequestError
 from runtime.request import Message, Request, SamplingParams
 from runtime.serving.messages import parse_messages
 from runtime.serving.tensors import Fields, InputSpec, InputTensor
 
 MAX_ID_CHARS = 256
 MAX_PRIORITY = 100
-# A front end sets it by header forwarding; headers cannot carry the underscore everywhere.
 TENANT_PARAMETER = "commitkv_tenant"
 
 INPUTS: Mapping[str, InputSpec] = {
@@ -166,9 +166,38 @@ def _turn_call(fields: Fields, origin: Origin, tenant: str, conversation_id: str
     return TurnCall(request, choice, new_conversation=drawn)
 
 
+def check_tenant_parameter(name: str) -> None:
+    """Raises ConfigError for a name that `trusted_parameters` cannot take."""
+    if not re.fullmatch(rf"{TENANT_PARAMETER}(_[0-9a-z]+)?", name):
+        raise ConfigError(
+            f"model parameter tenant_parameter: got {name!r}, expected {TENANT_PARAMETER}, or that with an underscore "
+            f"and a secret of small letters and digits behind it; correct config.pbtxt"
+        )
+
+
+def trusted_parameters(parameters: Mapping[str, object], name: str) -> Mapping[str, object]:
+    """A request's parameters, with the tenant only where it came under `name`.
+
+    Triton gives a client's parameters and the headers that a front end sets in one heap, and a client can write any
+    parameter into its request. A name that only the front end knows, commitkv_tenant_ and a secret, tells them apart.
+    """
+    if name == TENANT_PARAMETER:
+        return parameters
+    return {
+        TENANT_PARAMETER if _plain(key) == name else key: value
+        for key, value in parameters.items()
+        if _plain(key) != TENANT_PARAMETER
+    }
+
+
+def _plain(key: str) -> str:
+    """Headers come in any case, and cannot carry the underscore everywhere."""
+    return key.lower().replace("-", "_")
+
+
 def parse_tenant(parameters: Mapping[str, object]) -> str:
     """The tenant that the front end named, '' for none. Raises RequestError, also where two names contradict."""
-    named = {str(value) for key, value in parameters.items() if key.lower().replace("-", "_") == TENANT_PARAMETER}
+    named = {str(value) for key, value in parameters.items() if _plain(key) == TENANT_PARAMETER}
     if not named:
         return ""
     if len(named) > 1:

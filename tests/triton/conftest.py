@@ -13,8 +13,7 @@ from perf.server import ServerOptions, TritonServer
 @pytest.fixture(scope="session")
 def server(tiny_engine_dir: Path) -> Iterator[TritonServer]:
     parameters = {"engine_dir": str(tiny_engine_dir), "kv_memory_bytes": str(64 << 20), "num_threads": "1"}
-    headers = ("--grpc-header-forward-pattern=commitkv-.*",)
-    with TritonServer(ServerOptions(parameters=parameters, grace_s=2.0, arguments=headers)) as running:
+    with TritonServer(ServerOptions(parameters=parameters, grace_s=2.0)) as running:
         yield running
 
 

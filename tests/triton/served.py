@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 import threading
 import time
 import urllib.error
@@ -10,6 +11,8 @@ import urllib.request
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import tritonclient.grpc as grpcclient
 
 from perf.client import Chat, TurnOptions, TurnResult, engine_stats
 from perf.server import MODEL_NAME, TritonServer
@@ -56,6 +59,31 @@ class BackgroundTurn:
             return self._future.result(120)
         finally:
             self._pool.shutdown()
+
+
+class Stream:
+    """One gRPC stream, in the client library's own words."""
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None, timeout_s: float | None = None) -> None:
+        self._answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._client = grpcclient.InferenceServerClient(url)
+        self._client.start_stream(
+            lambda result, error: self._answers.put((result, error)), headers=headers, stream_timeout=timeout_s
+        )
+
+    def send(self, model: str, inputs: list[grpcclient.InferInput], request_id: str = "", **parameters: str) -> None:
+        self._client.async_stream_infer(model, inputs, request_id=request_id, parameters=parameters or None)
+
+    def next(self) -> Any:
+        """The next response. Raises the server's error."""
+        result, error = self._answers.get(timeout=60)
+        if error is not None:
+            raise error
+        return result
+
+    def close(self, *, cancel: bool = False) -> None:
+        self._client.stop_stream(cancel_requests=cancel)
+        self._client.close()
 
 
 def wait_until_no_turn_runs(url: str) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import queue
 import re
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
-from served import LONG, BackgroundTurn, events_of, post, wait_until_no_turn_runs
+from served import LONG, BackgroundTurn, Stream, events_of, post, wait_until_no_turn_runs
 
 from perf.client import Chat, TurnError, TurnOptions, engine_stats, infer, tensor
 from perf.server import TritonServer
@@ -30,31 +29,6 @@ def older(name: str, values: Sequence[Any], dtype: str) -> grpcclient.InferInput
     made = grpcclient.InferInput(name, [1, len(values)], dtype)
     made.set_data_from_numpy(np.array([values], dtype=kinds[dtype]))
     return made
-
-
-class Stream:
-    """One gRPC stream, in the client library's own words."""
-
-    def __init__(self, url: str, headers: Mapping[str, str] | None = None, timeout_s: float | None = None) -> None:
-        self._answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
-        self._client = grpcclient.InferenceServerClient(url)
-        self._client.start_stream(
-            lambda result, error: self._answers.put((result, error)), headers=headers, stream_timeout=timeout_s
-        )
-
-    def send(self, model: str, inputs: list[grpcclient.InferInput], request_id: str = "", **parameters: str) -> None:
-        self._client.async_stream_infer(model, inputs, request_id=request_id, parameters=parameters or None)
-
-    def next(self) -> Any:
-        """The next response. Raises the server's error."""
-        result, error = self._answers.get(timeout=60)
-        if error is not None:
-            raise error
-        return result
-
-    def close(self, *, cancel: bool = False) -> None:
-        self._client.stop_stream(cancel_requests=cancel)
-        self._client.close()
 
 
 def text_of(result: Any) -> str:

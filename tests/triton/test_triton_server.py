@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
-from served import BackgroundTurn, events_of, post, wait_until_no_turn_runs
+from served import BackgroundTurn, Stream, events_of, post, wait_until_no_turn_runs
 
 from perf.client import (
     Chat,
@@ -241,6 +241,7 @@ def test_a_damaged_engine_is_refused_with_the_reason(tmp_path: Path) -> None:
         ("kv_memory", "1", "model parameter kv_memory: unknown"),
         ("num_threads", "100000", "num_threads: got 100000, expected 0"),
         ("kv_memory_bytes", str(1 << 60), "kv_memory_bytes: the system has no"),
+        ("tenant_parameter", "x-tenant", "model parameter tenant_parameter: got 'x-tenant'"),
         ("num_threads", "all", "model parameter num_threads: got 'all'"),
         ("default_policy", "nonsense", "nonsense"),
     ],
@@ -252,8 +253,10 @@ def test_wrong_model_parameters_are_refused(tiny_engine_dir: Path, name: str, va
     assert "TritonModelException" not in str(caught.value)
 
 
-def test_the_default_policy_of_the_server_holds_for_all_turns(tiny_engine_dir: Path) -> None:
-    parameters = {"engine_dir": str(tiny_engine_dir), "default_policy": "full"}
+def test_parameters_of_the_server_hold_for_all_turns(tiny_engine_dir: Path) -> None:
+    parameters = {
+        "engine_dir": str(tiny_engine_dir), "default_policy": "full", "tenant_parameter": "commitkv_tenant_5ecret"
+    }  # fmt: skip
     with TritonServer(ServerOptions(parameters=parameters, grace_s=1.0)) as server:
         with Chat(server.grpc_url, "ours", "commitkv") as chat:
             assert [chat.turn("x", TurnOptions(max_tokens=2)).generated_tokens for _ in range(2)] == [2, 2]
@@ -262,3 +265,12 @@ def test_the_default_policy_of_the_server_holds_for_all_turns(tiny_engine_dir: P
                 result = chat.turn("word " * 100, TurnOptions(max_tokens=2))
             wait_idle(server.grpc_url, 20)
             assert (chat.state()[0].committed, chat.state()[0].active) == (0, result.kv.active)
+        # A client's word for its tenant counts for nothing; the front end's does, by a name that only it knows.
+        with Chat(server.grpc_url, "a", tenant="acme") as chat:
+            chat.turn("x", TurnOptions(max_tokens=1))
+            assert Chat(server.grpc_url, "a").state()[0].active > 0
+            stream = Stream(server.grpc_url, {"commitkv-tenant-5ecret": "acme"})
+            stream.send("tensorrt_llm", [tensor("stats", True), tensor("conversation_id", "a")])
+            with pytest.raises(Exception, match="conversation_id: got 'a'"):
+                stream.next()
+            stream.close()

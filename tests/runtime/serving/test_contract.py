@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.errors import RequestError
+from runtime.errors import ConfigError, RequestError
 from runtime.request import MAX_BAD_WORDS, Message
 from runtime.serving.contract import (
     INPUTS,
@@ -14,7 +14,9 @@ from runtime.serving.contract import (
     StatsCall,
     StopCall,
     TurnCall,
+    check_tenant_parameter,
     parse_call,
+    trusted_parameters,
 )
 from runtime.serving.tensors import InputTensor, Value
 
@@ -192,6 +194,21 @@ def test_a_tenant_is_printable(value: str) -> None:
 def test_a_client_cannot_add_a_second_tenant() -> None:
     with pytest.raises(RequestError, match="commitkv_tenant: got 2 different values"):
         parse(one("text_input", b"x"), **{"commitkv-tenant": "mine", "commitkv_tenant": "yours"})
+
+
+def test_a_secret_name_tells_the_front_end_from_the_client() -> None:
+    name = "commitkv_tenant_5ecret"
+    check_tenant_parameter(name)
+    client = {"commitkv_tenant": "acme", "Commitkv-Tenant": "acme", "other": 1}
+    assert trusted_parameters(client, name) == {"other": 1}
+    assert trusted_parameters({**client, "commitkv-tenant-5ecret": "b"}, name) == {"commitkv_tenant": "b", "other": 1}
+    assert trusted_parameters(client, "commitkv_tenant") == client
+
+
+@pytest.mark.parametrize("name", ["", "tenant", "commitkv_tenant_", "commitkv_tenant_a-b", "commitkv_tenantx"])
+def test_names_that_would_not_be_forwarded(name: str) -> None:
+    with pytest.raises(ConfigError, match="model parameter tenant_parameter: got"):
+        check_tenant_parameter(name)
 
 
 def test_no_text_and_no_id_to_stop() -> None:

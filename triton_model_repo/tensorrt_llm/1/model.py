@@ -19,7 +19,12 @@ from runtime.config import RuntimeConfig  # noqa: E402
 from runtime.errors import CommitKVError, ConfigError  # noqa: E402
 from runtime.loop import EngineLoop  # noqa: E402
 from runtime.serving import logs  # noqa: E402
-from runtime.serving.contract import INPUTS  # noqa: E402
+from runtime.serving.contract import (  # noqa: E402
+    INPUTS,
+    TENANT_PARAMETER,
+    check_tenant_parameter,
+    trusted_parameters,
+)
 from runtime.serving.identity import SignedIds, read_salt  # noqa: E402
 from runtime.serving.metric_table import Reading  # noqa: E402
 from runtime.serving.turns import Turns, process_stats  # noqa: E402
@@ -36,7 +41,7 @@ from triton_model_repo.triton_tensors import (  # noqa: E402
 
 log = logging.getLogger("commitkv.model")
 
-OWN_PARAMETERS = ("engine_dir", "default_policy", "grace_s", "log_level")
+OWN_PARAMETERS = ("engine_dir", "default_policy", "grace_s", "log_level", "tenant_parameter")
 # What a server whose engine has died may spend on telling its clients; perf.server then ends Triton too.
 DYING_S = 1.0
 DIED = 70
@@ -50,6 +55,8 @@ class TritonPythonModel:
         parameters = {key: value["string_value"] for key, value in config.get("parameters", {}).items()}
         try:
             logs.configure(parameters.get("log_level", "info"))
+            self._tenant_parameter = parameters.get("tenant_parameter") or TENANT_PARAMETER
+            check_tenant_parameter(self._tenant_parameter)
             self._grace_s = float(parameters.get("grace_s", "30"))
             engine_dir = _path(parameters.get("engine_dir")) or REPO_ROOT / "engines" / "smollm2-135m"
             default_policy = parameters.get("default_policy") or None
@@ -70,7 +77,8 @@ class TritonPythonModel:
         for request in requests:
             sink = _Sink(request)
             try:
-                self._turns.handle(read_inputs(request, INPUTS), request.request_id(), sink, read_parameters(request))
+                own = trusted_parameters(read_parameters(request), self._tenant_parameter)
+                self._turns.handle(read_inputs(request, INPUTS), request.request_id(), sink, own)
             except Exception as error:
                 log.exception("request %r", request.request_id())
                 sink.fail("INTERNAL", f"internal error: {type(error).__name__}: {error}")
