@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_engine import make_engine
 
+from runtime.config import RuntimeConfig
 from runtime.errors import ConfigError, UnknownConversationError
+from runtime.loop import EngineLoop
+from runtime.serving.contract import INPUTS
 from runtime.serving.identity import SignedIds, read_salt
+from runtime.serving.responses import OutputTensor
+from runtime.serving.tensors import InputTensor, Value
+from runtime.serving.turns import Turns
 
 SALT = b"0123456789abcdef"
 IDS = SignedIds(SALT)
@@ -60,3 +68,49 @@ def test_the_salt_is_read_and_short_or_missing_ones_are_refused(tmp_path: Path) 
         read_salt(path)
     path.write_bytes(SALT + b"\n")
     assert read_salt(path) == SALT
+
+
+class LastResponse:
+    """Keeps the final outputs by name, or the error."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, tuple[Value, ...]] = {}
+        self.error = ""
+        self.done = threading.Event()
+
+    def send(self, outputs: tuple[OutputTensor, ...], final: bool) -> None:
+        self.outputs |= {o.name: o.values for o in outputs}
+        if final:
+            self.done.set()
+
+    def fail(self, code: str, message: str) -> None:
+        self.error = code
+        self.done.set()
+
+    def is_cancelled(self) -> bool:
+        return False
+
+
+def test_with_a_salt_a_server_opens_conversations_only_by_ids_that_it_gave_out() -> None:
+    engine, _, _ = make_engine(RuntimeConfig(kv_memory_bytes=1 << 20))
+    turns = Turns(EngineLoop(engine), None, lambda _: None, SignedIds(SALT))
+
+    def call(tenant: str, **values: Value) -> LastResponse:
+        tensors = [InputTensor(name, INPUTS[name].dtype, (1,), [value]) for name, value in values.items()]
+        sink = LastResponse()
+        turns.handle(tensors, "", sink, {"commitkv_tenant": tenant})
+        assert sink.done.wait(30)
+        return sink
+
+    try:
+        begun = call("acme", text_input=b"the password is plover", conversation_id=b"", sampling_param_max_tokens=2)
+        (drawn,) = begun.outputs["conversation_id"]
+        assert isinstance(drawn, bytes)
+        for tenant, name in (("other", drawn), ("acme", b"mine"), ("acme", drawn[:-1])):
+            for what in ({"text_input": b"what is it?"}, {"stats": True}, {"conversation_end": True}):
+                assert call(tenant, conversation_id=name, **what).error == "NOT_FOUND"
+        going_on = call("acme", text_input=b"what is it?", conversation_id=drawn, sampling_param_max_tokens=2)
+        assert going_on.error == "" and engine.stats().conversations == 1
+        assert call("acme", conversation_id=drawn, conversation_end=True).error == ""
+    finally:
+        turns.close(0.0)
