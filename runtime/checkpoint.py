@@ -69,6 +69,8 @@ class KvTables:
     num_commits: int
     peak_bytes: int
     unprobed: tuple[tuple[int, int], ...]
+    reread: tuple[tuple[int, int], ...]
+    reread_at: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,7 +243,8 @@ def _read_tables(record: Any) -> KvTables | None:
         PageTable(tuple(map(int, page["positions"])), str(page["state"]), bool(page["compacted"]))
         for page in record["pages"]
     )
-    whole = {name: int(record[name]) for name in ("num_tokens", "committed_tokens", "num_commits", "peak_bytes")}
+    numbers = ("num_tokens", "committed_tokens", "num_commits", "peak_bytes", "reread_at")
+    whole = {name: int(record[name]) for name in numbers}
     return KvTables(
         pages=pages,
         block_format=str(record["block_format"]),
@@ -249,6 +252,7 @@ def _read_tables(record: Any) -> KvTables | None:
         block_lens=tuple(map(int, record["block_lens"])),
         counts={str(state): int(count) for state, count in record["counts"].items()},
         unprobed=_spans(record["unprobed"]),
+        reread=_spans(record["reread"]),
         **whole,
     )
 

@@ -66,13 +66,15 @@ def _rules(policy: Policy, num_tokens: int, pressure: float) -> CommitRules:
 def _layer_quotas(policy: Policy, kv: ConversationKv, num_staged: int, num_layers: int) -> list[int]:
     """Entries that each layer keeps; their sum is the budget of the conversation.
 
-    Of a policy that does not redraw, old entries all stay and the budget is one of the staged tokens.
+    Of a policy that does not redraw, old entries all stay and the budget is one of the staged tokens. Text that only a
+    probe could have scored, and none has yet, is kept whole.
     """
     rows = kv.num_rows // num_layers
     if policy.tiers and not policy.pools_by_score:
         ratio, num_tokens = 0.0, 0
     else:
-        ratio = policy.budget_at(kv.num_tokens)
+        unscored = policy.score == "probe" and bool(kv.unprobed)
+        ratio = 1.0 if unscored else policy.budget_at(kv.num_tokens)
         num_tokens = num_staged + (kv.committed_tokens if policy.redraw else 0)
     total = 0.0
     quotas: list[int] = []

@@ -50,6 +50,8 @@ class ConversationKv:
     committed_tokens: logical tokens that went through a commit; the budget is a share of them.
     num_commits: commits so far, for policies that alternate.
     unprobed: [start, end) spans of logical positions that were staged and not yet re-read.
+    reread: spans still to be re-read once more, now that they are older.   reread_at: tokens it had when that began
+        last, or when its first entries were scored; 0: none are.
     """
 
     def __init__(self, policy: Policy, block_format: str, num_rows: int, page_tokens: int) -> None:
@@ -64,6 +66,8 @@ class ConversationKv:
         self.num_commits = 0
         self.peak_bytes = 0
         self.unprobed: list[tuple[int, int]] = []
+        self.reread: list[tuple[int, int]] = []
+        self.reread_at = 0
         self._protected = bytearray()
         self._page_ids = int32()
         self._page_lens = int32()
@@ -170,7 +174,8 @@ class ConversationKv:
         self.ledger.withdraw((undone - staged) * self.num_rows)
         self.ledger.withdraw(staged * self.num_rows, State.STAGED)
         self.num_tokens = num_tokens
-        self.unprobed = [(start, min(end, num_tokens)) for start, end in self.unprobed if start < num_tokens]
+        self.unprobed = _up_to(num_tokens, self.unprobed)
+        self.reread = _up_to(num_tokens, self.reread)
         return emptied
 
     def active_page_of(self, position: int) -> Page | None:
@@ -186,6 +191,18 @@ class ConversationKv:
         self._page_ids = int32(page.page_id for page in pages)
         self._page_lens = int32(page.num_tokens for page in pages)
 
+    def begin_reread(self, end: int) -> None:
+        """All positions under `end` are to be re-read once more."""
+        self.reread, self.reread_at = [(0, end)], self.num_tokens
+
+    def probed(self, start: int, end: int, *, again: bool = False) -> None:
+        """[start, end) at the head of `unprobed`, or of `reread`, was re-read."""
+        spans = self.reread if again else self.unprobed
+        first, last = spans.pop(0)
+        assert first == start and end <= last, (first, last, start, end)
+        if end < last:
+            spans.insert(0, (end, last))
+
     def add_unprobed(self, start: int, end: int) -> None:
         if self.unprobed and self.unprobed[-1][1] == start:
             start = self.unprobed.pop()[0]
@@ -195,3 +212,8 @@ class ConversationKv:
     def table_bytes(self) -> int:
         """int32 rows that the device is given for this conversation."""
         return 4 * (2 * len(self.pages) + 2 * self.blocks.num_blocks + len(self.blocks.starts))
+
+
+def _up_to(num_tokens: int, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans without positions from `num_tokens` on."""
+    return [(start, min(end, num_tokens)) for start, end in spans if start < num_tokens]

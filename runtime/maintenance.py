@@ -28,12 +28,14 @@ WATERMARK_MIN_PAGES = 4
 
 @dataclass(frozen=True, eq=False)
 class ProbeWork:
-    """urgent: belongs to a review and is not interrupted, or it would starve under steady load."""
+    """urgent: belongs to a review and is not interrupted, or it would starve under steady load.   again: the span was
+    re-read before, when it was nearer."""
 
     plan: ProbePlan
     reservation: RowReservation
     span: tuple[int, int]
     urgent: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ class Maintenance:
     def _review(self) -> ProbeWork | CommitWork | None:
         """For conversations that have much staged and have not been idle: one piece of work every N steps.
 
-        Text that arrives faster than it can be re-read is committed by what is known of it.
+        Text that arrives faster than it can be re-read is committed by what is known of it, or re-read at every step
+        where nothing is known but by re-reading.
         """
         if self._num_steps == self._reviewed_step:
             return None
@@ -107,9 +110,10 @@ class Maintenance:
             num_staged = self._manager[conversation.handle].num_staged
             if schedule.every_steps == 0 or num_staged < schedule.span_tokens:
                 continue
-            if num_staged >= OVERDUE_SPANS * schedule.span_tokens:
+            overdue = num_staged >= OVERDUE_SPANS * schedule.span_tokens
+            if overdue and conversation.policy.records:
                 work: ProbeWork | CommitWork | None = self._first([conversation])
-            elif self._num_steps % schedule.every_steps == 0:
+            elif overdue or self._num_steps % schedule.every_steps == 0:
                 work = self._next_probe(conversation, urgent=True) or self._first([conversation])
             else:
                 continue
@@ -156,7 +160,7 @@ class Maintenance:
         for conversation in self._conversations.values():
             if conversation.turn is not None or not conversation.policy.compresses:
                 continue
-            work = self._next_probe(conversation)
+            work = self._next_probe(conversation) or self._next_reread(conversation)
             if work is not None:
                 return work
             if conversation.policy.schedule.on_idle and self._manager[conversation.handle].num_staged:
@@ -169,13 +173,7 @@ class Maintenance:
         """The span's piece was re-read, or the probe gave way and stays to be done."""
         self._manager.settle_rows(work.reservation)
         if done:
-            unprobed = self._manager[work.plan.handle].unprobed
-            start, end = unprobed[0]
-            assert start == work.span[0] and work.span[1] <= end
-            if work.span[1] == end:
-                unprobed.pop(0)
-            else:
-                unprobed[0] = (work.span[1], end)
+            self._manager[work.plan.handle].probed(*work.span, again=work.again)
 
     def _is_due_at_turn_end(self, conversation: Conversation) -> bool:
         policy = conversation.policy
@@ -194,11 +192,34 @@ class Maintenance:
         return None
 
     def _next_probe(self, conversation: Conversation, *, urgent: bool = False) -> ProbeWork | None:
+        """The next piece of what was staged and not re-read."""
         kv = self._manager[conversation.handle]
         if not conversation.policy.probe or not kv.unprobed:
             return None
-        start = kv.unprobed[0][0]
-        end = min(kv.unprobed[0][1], start + self._probe.max_tokens)
+        return self._probe_of(conversation, kv.unprobed[0], urgent=urgent)
+
+    def _next_reread(self, conversation: Conversation) -> ProbeWork | None:
+        """The next piece of all the text, once the conversation has outgrown its entries' scores.
+
+        How much of an entry is read depends on how far away it is: what a span scored when it was new says too much
+        of heads that only look nearby. Its scores fade when this begins, and are raised again piece by piece.
+        """
+        kv, growth = self._manager[conversation.handle], conversation.policy.schedule.reread_growth
+        if not conversation.policy.probe or not growth or not kv.blocks.num_blocks:
+            return None
+        kv.reread_at = kv.reread_at or kv.num_tokens  # first scored now
+        if not kv.reread:
+            if kv.num_staged or kv.num_tokens < growth * kv.reread_at:
+                return None
+            kv.begin_reread(kv.num_tokens - conversation.policy.schedule.recent_tokens)
+        return self._probe_of(conversation, kv.reread[0], again=True)
+
+    def _probe_of(
+        self, conversation: Conversation, span: tuple[int, int], *, urgent: bool = False, again: bool = False
+    ) -> ProbeWork | None:
+        kv = self._manager[conversation.handle]
+        start = span[0]
+        end = min(span[1], start + self._probe.max_tokens)
         lead = min(LEAD_TOKENS, start)
         token_ids = (*self._probe.prompt, *conversation.tokens[start - lead : end])
         try:
@@ -214,5 +235,6 @@ class Maintenance:
             view=reservation.view,
             first_scored_row=len(self._probe.prompt),
             record_skip=conversation.policy.schedule.recent_tokens,
+            fades=again and start == 0,
         )
-        return ProbeWork(plan, reservation, (start, end), urgent)
+        return ProbeWork(plan, reservation, (start, end), urgent, again)

@@ -26,6 +26,7 @@ from runtime.memory_plan import block_layout
 from runtime.policy.registry import get_policy
 from runtime.sampling import sample
 from runtime.step import (
+    FADE,
     BlockTable,
     KvView,
     LinePlan,
@@ -146,6 +147,8 @@ class PagedExecutor(ABC):
         record = bytes(i >= plan.first_scored_row for i in range(num_rows))
         rows = StepRows(plan.token_ids, plan.first_position, plan.slots, plan.view, record, plan.record_skip)
         with self._scores_put_back(plan.view) as put_back:
+            if plan.fades:
+                self._fade(plan.view.blocks)
             done = self._forward([rows], int32(), interrupted) is not None
             if not done:
                 put_back()
@@ -253,6 +256,12 @@ class PagedExecutor(ABC):
             self._checks.blocks(blocks)
             for name, values in slots.items():
                 self._checks.slots(name, values)
+
+    def _fade(self, blocks: BlockTable) -> None:
+        """Lowers the scores of committed entries, which keeps their order."""
+        ids = int64_tensor(blocks.ids).to(self._storage.device)
+        score = self._storage.blocks(blocks.format).score
+        score.index_copy_(0, ids, score.index_select(0, ids).mul_(FADE))
 
     @contextmanager
     def _scores_put_back(self, view: KvView) -> Iterator[Callable[[], None]]:

@@ -20,6 +20,9 @@ from typing import Protocol
 from plugins.commit.choices import PLAIN, LineChoices
 
 
+FADE = 0.25
+
+
 def int32(values: object = ()) -> array[int]:
     """An int32 array."""
     return array("i", values)  # type: ignore[call-overload, no-any-return]
@@ -169,7 +172,10 @@ class StepResult:
 @dataclass(frozen=True, eq=False)
 class ProbePlan:
     """Re-read of a span: like a prefill chunk whose pages are scratch. `first_scored_row` and later rows
-    raise the scores of what they look at, all but the newest `record_skip` page tokens up to themselves."""
+    raise the scores of what they look at, all but the newest `record_skip` page tokens up to themselves.
+
+    fades: the scores of committed entries are multiplied by `FADE` first, so that what is read from now on counts more.
+    """
 
     handle: int
     token_ids: tuple[int, ...]
@@ -178,6 +184,7 @@ class ProbePlan:
     view: KvView
     first_scored_row: int
     record_skip: int
+    fades: bool = False
 
 
 @dataclass(frozen=True)

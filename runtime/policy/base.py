@@ -22,8 +22,11 @@ class Schedule:
 
     min_tokens: nothing is staged while a conversation holds fewer tokens.
     recent_tokens: the newest tokens stay active.
-    span_tokens: staged tokens of which a busy engine's review probes and commits; twice as many are not probed first.
+    span_tokens: staged tokens of which a busy engine's review probes and commits; twice as many are not probed first
+        where attention of ordinary steps has scored them too.
     at_turn_end, on_idle, every_steps (0: never), at_watermark: which commit transitions are on.
+    reread_growth: once a conversation that probes is so many times as long as when its entries were last scored, all
+        of it is re-read in idle time; 0: never.
     warmup_tokens: tokens of a conversation up to which commits drop nothing; then the strength grows by 10 % for every
         `warmup_every` tokens more, until the policy's budget is reached. 0: full strength from the start.
     """
@@ -35,6 +38,7 @@ class Schedule:
     on_idle: bool = True
     every_steps: int = 8
     at_watermark: bool = True
+    reread_growth: float = 0.0
     warmup_tokens: int = 0
     warmup_every: int = 500
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from runtime.policy.base import Policy
 
 MAX_SUPER_TOKEN = 1024
+LEAST_GROWTH = 1.1
 
 
 def check_model(policy: Policy, spec: ModelSpec) -> None:
@@ -85,6 +86,11 @@ def _check_schedule(policy: Policy) -> None:
         value = getattr(schedule, field)
         if value < least:
             raise ConfigError(f"schedule.{field} of {policy.name}: got {value!r}, expected at least {least}")
+    if schedule.reread_growth and schedule.reread_growth < LEAST_GROWTH:
+        raise ConfigError(
+            f"schedule.reread_growth of {policy.name}: got {schedule.reread_growth!r}, expected 0 (never) or at least "
+            f"{LEAST_GROWTH}: re-reading everything takes as long as reading it did"
+        )
 
 
 def _check_signals(policy: Policy) -> None:

@@ -1,8 +1,15 @@
-"""commitkv: max(seen, probe), one line over all layers and heads, near-duplicates absorbed, K8V4 blocks.
+"""commitkv: what re-reading says, one line over all layers and heads, near-duplicates absorbed, K8V4 blocks.
 
 Design and measurements behind the defaults: README, "What keeps quality".
 """
 
-from runtime.policy.base import Policy
+from runtime.policy.base import Policy, Schedule
 
-POLICY = Policy(name="commitkv", budget_ratio=0.35, block_format="k8v4", score="both", absorb_gate=0.35)
+POLICY = Policy(
+    name="commitkv",
+    budget_ratio=0.35,
+    block_format="k8v4",
+    score="probe",
+    absorb_gate=0.35,
+    schedule=Schedule(reread_growth=1.5),
+)

@@ -24,6 +24,8 @@ TABLES = KvTables(
     num_commits=2,
     peak_bytes=4096,
     unprobed=((8, 10),),
+    reread=((2, 6),),
+    reread_at=9,
 )
 IMAGE = KvImage(bytes(range(64)), b"\x01" * 16, b"\x02" * 96, memoryview(b"\x03" * 32))
 WHOLE = Checkpoint(

@@ -1,5 +1,7 @@
 """The engine loop over an executor that checks every plan."""
 
+import dataclasses
+
 import pytest
 from simulated_engine import EAGER, SPEC, CharTokenizer, drain, last_of, make_engine, policies_for_tests, text_of
 
@@ -328,8 +330,10 @@ def test_a_busy_engine_still_probes_before_it_commits() -> None:
     assert engine.stats().probes_interrupted == 0
 
 
-def test_a_busy_engine_does_not_wait_for_probes_for_ever() -> None:
-    engine, _, _ = make_engine(CONFIG, policy="commitkv")
+def test_a_busy_engine_does_not_wait_for_probes_where_steps_have_scored(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = dataclasses.replace(registry.ALL_POLICIES["commitkv"], name="both", score="both")
+    monkeypatch.setitem(registry.ALL_POLICIES, "both", both)
+    engine, _, _ = make_engine(CONFIG, policy="both")
     engine.submit(ask("long", "keeps the engine busy", None, 100))
     engine.submit(ask("a", "hello " * 40, "c", 2))
     while not engine.stats().commits:

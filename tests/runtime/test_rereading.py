@@ -1,0 +1,164 @@
+"""A conversation that has outgrown its scores is read again, in idle time; text that nobody has read again is kept."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from simulated_engine import EAGER, drain, make_engine
+
+import runtime.policy.registry as registry
+from runtime.commit_planner import make_line_plan
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.errors import ConfigError
+from runtime.kv_manager import KvManager
+from runtime.policy.base import Policy, Schedule
+from runtime.request import Request, SamplingParams
+from runtime.step import ProbePlan
+
+CONFIG = RuntimeConfig(kv_memory_bytes=1 << 20, tokens_per_step=24, probe_tokens_per_step=16)
+PROMPT = 3  # tokens of the simulated engine's request to repeat
+
+
+@dataclass
+class Watched:
+    """An engine whose probes are noted; `interrupt` makes the next one give way."""
+
+    engine: Engine
+    manager: KvManager
+    plans: list[ProbePlan] = field(default_factory=list)
+    done: list[ProbePlan] = field(default_factory=list)
+    interrupt: bool = False
+    number: int = 0
+
+    def turn(self, text: str) -> None:
+        self.engine.submit(Request(f"r{self.number}", text, SamplingParams(max_tokens=1), "c"))
+        self.number += 1
+
+    @property
+    def kv(self) -> object:
+        return self.manager[self.engine.conversation("c").handle]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    policy = Policy(
+        name="reread", score="probe", floor_entries=2, schedule=dataclasses.replace(EAGER, reread_growth=1.5)
+    )
+    monkeypatch.setitem(registry.ALL_POLICIES, "reread", policy)
+    engine, executor, manager = make_engine(CONFIG, policy="reread")
+    found = Watched(engine, manager)
+    probe = executor.probe
+
+    def noted(plan: ProbePlan, interrupted: Callable[[], bool]) -> bool:
+        found.plans.append(plan)
+        if found.interrupt:
+            found.interrupt = False
+            return False
+        if probe(plan, interrupted):
+            found.done.append(plan)
+            return True
+        return False
+
+    monkeypatch.setattr(executor, "probe", noted)
+    return found
+
+
+def read_again(plans: list[ProbePlan], tokens: list[int]) -> bool:
+    """Whether the pieces together are the text from its beginning, each behind a short lead."""
+    text: list[int] = []
+    for plan in plans:
+        piece = list(plan.token_ids[PROMPT:])
+        lead = min(8, len(text))
+        assert piece[:lead] == text[len(text) - lead :]
+        text += piece[lead:]
+    return text == tokens[: len(text)]
+
+
+def test_a_grown_conversation_is_read_again_from_its_beginning(watched: Watched) -> None:
+    watched.turn("hello " * 10)
+    drain(watched.engine)
+    assert not any(plan.fades for plan in watched.done)
+    first = watched.kv.reread_at
+    assert first == watched.kv.num_tokens
+    while watched.kv.num_tokens < 1.5 * first:
+        before = len(watched.done)
+        watched.turn("more of it")
+        drain(watched.engine)
+    fading = [i for i, plan in enumerate(watched.done) if plan.fades]
+    assert len(fading) == 1 and fading[0] >= before, "once, as soon as it had grown by half"
+    again = watched.done[fading[0] :]
+    tokens = watched.engine.conversation("c").tokens
+    assert read_again(again, tokens)
+    assert sum(len(p.token_ids) - PROMPT for p in again) >= watched.kv.num_tokens - EAGER.recent_tokens
+    assert watched.kv.reread == [] and watched.kv.reread_at == watched.kv.num_tokens
+
+
+def test_a_new_turn_interrupts_it_and_it_goes_on_where_it_was(watched: Watched) -> None:
+    watched.turn("hello " * 10)
+    drain(watched.engine)
+    while not watched.kv.reread:
+        watched.turn("more of it")
+        while watched.engine.has_turns():
+            watched.engine.step()
+        while not watched.kv.reread and watched.engine.step()[1]:
+            pass
+    start = watched.kv.reread[0]
+    watched.interrupt = True
+    watched.engine.step()
+    assert watched.kv.reread[0] == start, "the piece stays to be read"
+    watched.turn("another")
+    drain(watched.engine)
+    assert watched.kv.reread == []
+    fading = [plan for plan in watched.done if plan.fades]
+    assert len(fading) == 1, "scores fade once in a pass, however often it is interrupted"
+    watched.manager.check_invariants()
+
+
+def test_nothing_is_read_again_unless_asked(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = registry.ALL_POLICIES["reread"]
+    monkeypatch.setitem(registry.ALL_POLICIES, "reread", dataclasses.replace(policy, schedule=EAGER))
+    for _ in range(6):
+        watched.turn("hello " * 10)
+        drain(watched.engine)
+    assert watched.done and not any(plan.fades for plan in watched.done)
+
+
+def test_a_turn_that_is_undone_takes_its_positions_along(watched: Watched) -> None:
+    watched.turn("hello " * 10)
+    drain(watched.engine)
+    kv = watched.kv
+    kv.reread = [(0, 20), (30, kv.num_tokens + 9)]
+    kv.unprobed = []
+    watched.manager.truncate(watched.engine.conversation("c").handle, kv.num_tokens - 1)
+    assert kv.reread == [(0, 20), (30, kv.num_tokens)]
+
+
+def test_staged_text_that_nobody_has_read_again_is_kept_whole(watched: Watched) -> None:
+    watched.turn("hello " * 10)
+    while watched.engine.has_turns():
+        watched.engine.step()
+    kv = watched.kv
+    assert kv.num_staged and kv.unprobed
+    plan = make_line_plan(0, kv, 1)
+    assert plan.keep_entries == len(plan.staged_slots) * kv.num_rows
+    kv.unprobed = []
+    assert make_line_plan(0, kv, 1).keep_entries < plan.keep_entries
+
+
+def test_a_busy_engine_reads_overdue_text_again_before_it_commits(watched: Watched) -> None:
+    watched.engine.submit(Request("long", "keeps the engine busy", SamplingParams(max_tokens=150)))
+    watched.turn("hello " * 40)
+    while not watched.engine.stats().commits:
+        assert watched.engine.has_turns()
+        watched.engine.step()
+    assert watched.engine.stats().running
+    assert sum(len(p.token_ids) - PROMPT for p in watched.done) >= 200
+
+
+def test_growth_that_would_never_rest_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"schedule\.reread_growth"):
+        Policy(name="restless", score="probe", schedule=Schedule(reread_growth=1.01))
