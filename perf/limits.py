@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from runtime.config import RuntimeConfig
+from runtime.serving.contract import TENANT_PARAMETER, check_tenant_parameter
 
 # A server has somebody waiting for every token.
 MAX_STEP_MS = 250.0
@@ -23,7 +24,7 @@ _FLAGS: dict[str, tuple[type, float | None, str]] = {
 
 
 def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds a flag for each limit, and --id-salt-file."""
+    """Adds a flag for each limit, --id-salt-file and --tenant-parameter."""
     group = parser.add_argument_group("limits")
     defaults = RuntimeConfig()
     for name, (kind, default, text) in _FLAGS.items():
@@ -31,11 +32,16 @@ def add_limit_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value, help=f"{text} (%(default)s)")
     group.add_argument("--id-salt-file", type=Path, metavar="FILE", help="secret that signs conversation ids: the "
         "server gives them out and takes no others (none: clients may choose their own)")  # fmt: skip
+    group.add_argument("--tenant-parameter", default=TENANT_PARAMETER, metavar="NAME", help="header, or request "
+        "parameter, that names the tenant; with a secret behind it (%(default)s_SECRET) only who knows the secret can "
+        "name one (%(default)s)")  # fmt: skip
 
 
 def limit_parameters(args: argparse.Namespace) -> dict[str, str]:
     """Model parameters. Raises ConfigError for values that no server takes."""
     values = {name: getattr(args, name) for name in _FLAGS}
     RuntimeConfig(**values)
+    check_tenant_parameter(args.tenant_parameter)
     salt = {} if args.id_salt_file is None else {"id_salt_file": str(args.id_salt_file.resolve())}
-    return {name: str(value) for name, value in values.items()} | salt
+    tenant = {"tenant_parameter": args.tenant_parameter}
+    return {name: str(value) for name, value in values.items()} | salt | tenant
