@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kernel_engine import POLICIES, SPEC
-from test_checkpoints import TEXTS, Replica, small
+from replicas import TEXTS, Replica, small
 
 from runtime.checkpoint_store import CheckpointStore
 from runtime.errors import StoreUnavailableError
