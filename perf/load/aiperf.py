@@ -82,13 +82,23 @@ def command(args: argparse.Namespace, url: str) -> list[str]:
     ]  # fmt: skip
 
 
-def tokenizer_folder(args: argparse.Namespace) -> Path:
-    """Where aiperf finds the tokenizer that it counts tokens with. Raises ConfigError."""
-    folder = Path(args.tokenizer or args.engine).resolve()
-    if not (folder / "tokenizer.json").is_file():
+def tokenizer_file(args: argparse.Namespace) -> Path:
+    """The tokenizer that aiperf counts tokens with. Raises ConfigError."""
+    file = Path(args.tokenizer or args.engine) / "tokenizer.json"
+    if not file.is_file():
         raise ConfigError(
-            f"--tokenizer: {folder} holds no tokenizer.json, expected an engine's or a model's folder; pass one"
+            f"--tokenizer: {file.parent} holds no tokenizer.json, expected an engine's or a model's folder; pass one"
         )
+    return file
+
+
+def tokenizer_folder(args: argparse.Namespace) -> Path:
+    """A folder from which transformers loads it: an engine's lacks the configuration that names its class."""
+    folder = Path(args.output) / "tokenizer"
+    folder.mkdir(exist_ok=True)
+    shutil.copyfile(tokenizer_file(args), folder / "tokenizer.json")
+    configuration = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"})
+    (folder / "tokenizer_config.json").write_text(configuration, encoding="utf-8")
     return folder
 
 
@@ -165,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if not args.binary.is_file():
             raise ToolError(f"aiperf: not found at {args.binary}; run `make load-tools`, or pass --binary")
-        tokenizer_folder(args)
+        tokenizer_file(args)
         args.output = args.output.resolve()
         args.output.mkdir(parents=True, exist_ok=True)
         with _served(args) as url:

@@ -143,11 +143,39 @@ _BY_DTYPE: Mapping[str, SearchStrategy[Any]] = {
 }
 
 
+# Values that a request can run with.
+_SANE_BY_NAME: Mapping[str, SearchStrategy[Any]] = {
+    MAX_TOKENS: st.integers(0, 3),
+    "messages": st.just(b'[{"role": "user", "content": "and now?"}]'),
+    "conversation_id": st.integers(0, 7).map(lambda n: f"fuzz-{n}".encode()),
+    "kv_policy": st.sampled_from([b"commitkv", b"full"]),
+    "sampling_param_best_of": st.just(1),
+    "stop": st.just(False),
+    "stats": st.just(False),
+}
+_SANE_BY_DTYPE: Mapping[str, SearchStrategy[Any]] = {
+    "BOOL": st.booleans(),
+    "INT32": st.integers(0, 1),
+    "UINT64": st.integers(0, 9),
+    "FP32": st.sampled_from([0.5, 1.0]),
+    "BYTES": st.text("abc <|>\u00e9\u4e16", min_size=1, max_size=20).map(lambda text: text.encode("utf-8")),
+}
+
+
+def _sane(name: str) -> SearchStrategy[FuzzTensor]:
+    """An input that is right in type, shape and value; together they may still not make a request."""
+    dtype = "BYTES" if INPUTS[name].dtype == "STRING" else str(INPUTS[name].dtype)
+    return _shaped(name, dtype, _SANE_BY_NAME.get(name, _SANE_BY_DTYPE[dtype]))
+
+
 def _right(name: str) -> SearchStrategy[FuzzTensor]:
-    """An input of the contract with its own type and shape; the value may still be absurd."""
+    """An input of the contract with its own type and shape; the value may be absurd."""
+    dtype = "BYTES" if INPUTS[name].dtype == "STRING" else str(INPUTS[name].dtype)
+    return _shaped(name, dtype, _BY_NAME.get(name, _BY_DTYPE[dtype]))
+
+
+def _shaped(name: str, dtype: str, value: SearchStrategy[Any]) -> SearchStrategy[FuzzTensor]:
     spec = INPUTS[name]
-    dtype = "BYTES" if spec.dtype == "STRING" else str(spec.dtype)
-    value = _BY_NAME.get(name, _BY_DTYPE[dtype])
     if spec.kind == "one":
         return value.map(lambda v: FuzzTensor(name, dtype, (1,), pack(dtype, [v])))
     if spec.kind == "list":
@@ -189,6 +217,7 @@ def _damaged(name: str) -> SearchStrategy[FuzzTensor]:
 
 
 # Made once: a strategy that is made anew for every example costs more than drawing from it.
+SANE: Mapping[str, SearchStrategy[FuzzTensor]] = {name: _sane(name) for name in INPUTS}
 RIGHT: Mapping[str, SearchStrategy[FuzzTensor]] = {name: _right(name) for name in INPUTS}
 _TYPED = {(name, dtype): _of_type(name, dtype) for name in INPUTS for dtype in DTYPES}
 DAMAGED: Mapping[str, SearchStrategy[FuzzTensor]] = {name: _damaged(name) for name in INPUTS}
@@ -211,6 +240,7 @@ def parameters() -> SearchStrategy[dict[str, Parameter]]:
 _COMMON = ("text_input", "messages", "conversation_id", "streaming", "conversation_end", "stats", "stop")
 _NAMES = st.lists(st.one_of(st.sampled_from(_COMMON), st.sampled_from(list(INPUTS))), max_size=5, unique=True)
 _FIRST = st.sampled_from([("text_input",), ("text_input", "conversation_id"), ("messages",), ("text_input",), ()])
+_CARE = st.integers(0, 2)  # 0: some inputs damaged, 1: some absurd, 2: all sane
 _ONE_IN_FOUR = st.sampled_from([False, True, False, False])
 _REQUEST_IDS = st.one_of(st.sampled_from(["", "a", "b", "c"]), st.text(max_size=8))
 _PARAMETERS = parameters()
@@ -220,14 +250,14 @@ _JSON_VALUES = st.one_of(json_values(), chats().map(lambda chat: chat.decode("ut
 
 @st.composite
 def grpc_requests(draw: st.DrawFn) -> FuzzRequest:
-    """A few inputs of the contract, none twice; about half of the requests hold nothing damaged."""
-    careful = draw(st.booleans())
+    """A few inputs of the contract, none twice: all sane, or some absurd or damaged."""
+    care = draw(_CARE)
     tensors = []
     for name in dict.fromkeys([*draw(_FIRST), *draw(_NAMES), MAX_TOKENS]):
-        damaged = not careful and draw(_ONE_IN_FOUR)
-        tensors.append(draw((DAMAGED if damaged else RIGHT)[name]))
+        wild = care < 2 and draw(_ONE_IN_FOUR)
+        tensors.append(draw((SANE if not wild else RIGHT if care else DAMAGED)[name]))
     request = FuzzRequest(tuple(tensors), draw(_REQUEST_IDS), parameters=draw(_PARAMETERS))
-    if careful or not draw(_ONE_IN_FOUR):
+    if care or not draw(_ONE_IN_FOUR):
         return request
     return replace(
         request,

@@ -21,12 +21,13 @@ def input_tensors(request: FuzzRequest) -> list[InputTensor] | None:
     """None for what a server refuses by itself: contents that do not fit type and shape, or are too many or few."""
     if request.surplus is not None or request.lacks_last:
         return None
-    made = [_input_tensor(tensor) for tensor in request.tensors]
+    made = [as_input_tensor(tensor) for tensor in request.tensors]
     tensors = [tensor for tensor in made if tensor is not None]
     return tensors if len(tensors) == len(made) else None
 
 
-def _input_tensor(tensor: FuzzTensor) -> InputTensor | None:
+def as_input_tensor(tensor: FuzzTensor) -> InputTensor | None:
+    """As plain values; None when its contents do not fit."""
     count = prod(tensor.shape)
     if any(size < 0 for size in tensor.shape):
         return None

@@ -1,12 +1,17 @@
 """What judges a soak, and the requests it provokes errors with; the soak itself runs in tests/triton/test_load.py."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tritonclient.grpc as grpcclient
 
+sys.path.append(str(Path(__file__).parent))
+from fuzz_engine import as_input_tensor
+
 from perf.client import tensor
+from perf.load.fuzz_cases import FuzzTensor
 from perf.load.misuse import BAD_REQUESTS
 from perf.load.soak import SoakReport, host_and_port, main, text_of
 from runtime.errors import ConfigError, RequestError
@@ -19,19 +24,11 @@ LEFT_TO_THE_ENGINE = {
     "text far beyond the longest prompt", "unknown policy", "end of an unknown conversation",
     "figures of an unknown conversation",
 }  # fmt: skip
-# Refused by Triton before our model hears of it.
-LEFT_TO_TRITON = {"a tensor of another name", "text as a number", "max_tokens as a fraction"}
 
 
 def as_input(made: grpcclient.InferInput) -> InputTensor:
-    content, dtype = made._get_content(), made.datatype()
-    raw = getattr(content, "raw_input_contents", None) or made._raw_data
-    assert raw is not None
-    from fuzz_engine import _input_tensor
-
-    from perf.load.fuzz_cases import FuzzTensor
-
-    plain = _input_tensor(FuzzTensor(made.name(), dtype, tuple(made.shape()), bytes(raw)))
+    """A client's tensor as the server's model gets it."""
+    plain = as_input_tensor(FuzzTensor(made.name(), made.datatype(), tuple(made.shape()), made._get_content()))
     assert plain is not None
     return plain
 
