@@ -43,6 +43,8 @@ def test_the_documented_request_to_the_older_ensemble(server: TritonServer) -> N
     status, text = post(server, "generate_stream", body | {"stream": True}, "ensemble")
     events = events_of(text)
     assert len(events) > 3 and "".join(event["text_output"] for event in events) == answer["text_output"]
+    unknown = {"lora_scale": 0.5, "commitkv_tenant": 1.5}  # to Triton a request's parameters
+    assert json.loads(post(server, "generate", body | unknown, "ensemble")[1]) == answer
     newer = {"text_input": "What is ML?", "sampling_param_max_tokens": 20, "sampling_param_end_id": 2}
     assert json.loads(post(server, "generate", newer)[1])["text_output"] == answer["text_output"]
     status, text = post(server, "generate", body | {"top_k": 3, "top_p": 2.0}, "ensemble")

@@ -52,7 +52,7 @@ class TritonPythonModel:
 
     def execute(self, requests):
         for request in requests:
-            relay = _Relay(request.get_response_sender(), read_parameters(request))
+            relay = _Relay(request.get_response_sender(), _ours(read_parameters(request)))
             try:
                 tensors = to_newer(read_inputs(request, INPUTS, batch=True))
             except RequestError as error:
@@ -82,6 +82,11 @@ class TritonPythonModel:
     def finalize(self):
         self._closing.set()
         self._watcher.join()
+
+
+def _ours(parameters):
+    """The parameters that mean something to the other model; not every kind of value can be passed on."""
+    return {key: str(value) for key, value in parameters.items() if key.lower().startswith("commitkv")}
 
 
 class _Relay:
