@@ -48,4 +48,4 @@ HEALTHCHECK --interval=10s --timeout=6s --start-period=30m --retries=6 CMD ["pyt
 
 # NVIDIA's entry point stays. An H100 is 90; others: A100 80, L40S 89, RTX PRO 6000 Blackwell 120.
 CMD ["/opt/commitkv/runtime/deploy/start.sh", "/engines/smollm2-135m-sm90", "--target=trt", "--sm=90", "--", \
-    "--device=cuda", "--host=0.0.0.0", "--checkpoints=/checkpoints", "--log=/dev/stdout"]
+    "--device=cuda", "--host=0.0.0.0", "--checkpoints=/checkpoints", "--checkpoint-wait-s=2", "--log=/dev/stdout"]

@@ -32,6 +32,7 @@ from runtime.errors import CommitKVError, ConfigError
 
 RETRY_S = 0.25
 MAX_TRIES = 120
+WRITTEN_S = 10.0  # most that the end of an answer waits for its checkpoint
 NOTICE_S = 6.0  # until a proxy tries a replica again that had failed
 
 # How a turn found the conversation. kept: the server held it.   restored: from a checkpoint, KV and all.
@@ -54,7 +55,7 @@ class Plan:
     turns: int = 2
     message_words: int = 40
     answer_tokens: int = 48
-    think_s: float = 1.0
+    think_s: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,9 @@ async def run_scale(options: ServerOptions, plan: Plan, proxy: ProxyKind = "ngin
     model = manifest.load(Path(options.parameters["engine_dir"])).model
     token_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * 2  # K and V in fp16
     with tempfile.TemporaryDirectory(prefix="commitkv-checkpoints-") as folder:
-        kept = replace(options, parameters={**options.parameters, "checkpoint_url": folder})
+        # No client hears that its turn is over before it is written: then a kill loses nothing that was answered.
+        written = {"checkpoint_url": folder, "checkpoint_wait_s": str(WRITTEN_S)}
+        kept = replace(options, parameters={**options.parameters, **written})
         parts: list[Part] = []
         answers: dict[tuple[int, int], str | None] = {}
         async with Cluster(kept, proxy) as cluster:

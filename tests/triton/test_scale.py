@@ -23,7 +23,7 @@ def test_conversations_outlive_the_server_that_held_them(tiny_engine_dir: Path) 
         "engine_dir": str(tiny_engine_dir), "kv_memory_bytes": str(32 << 20), "num_threads": "1",
         "default_policy": "full",
     }  # fmt: skip
-    plan = Plan(conversations=6, turns=2, message_words=15, answer_tokens=48, think_s=0.5)
+    plan = Plan(conversations=6, turns=2, message_words=15, answer_tokens=48, think_s=0.2)
     report = asyncio.run(run_scale(ServerOptions(parameters=parameters, ready_timeout_s=300.0), plan))
     table = markdown(report)
     both_up, killed, back, killed_again = report.parts
