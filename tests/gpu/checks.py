@@ -2,6 +2,7 @@
 
     append, attend, commit   kernels on the device against the float64 references, small ragged cases full of NaN
     graph                    a captured attention step replays over new tables
+    transfer                 a conversation copied out of arenas and into others
     conversations            whole conversations with commits and probes, on the GPU and on the CPU
     smollm2                  greedy text of engines/smollm2-135m on both, where it was built
 
@@ -25,6 +26,7 @@ for folder in (ROOT, ROOT / "tests" / "runtime"):  # run as a script: only its o
 
 import torch  # noqa: E402
 from kernel_engine import POLICIES, SPEC, TURNS, Model, make_engine, talk  # noqa: E402
+from transfer_cases import FORMATS, check_transfer  # noqa: E402
 
 from plugins.append import reference as append_reference  # noqa: E402
 from plugins.append.cuda import CudaAppend  # noqa: E402
@@ -223,6 +225,12 @@ def check_smollm2(kernels: GpuKernels) -> None:
         assert common >= COMMON_PREFIX * len(theirs), f"smollm2 {prompt!r}: got {mine!r}, on the CPU {theirs!r}"
 
 
+def check_transfers(kernels: GpuKernels) -> None:
+    """Checkpoints of every block format."""
+    for block_format in FORMATS:
+        check_transfer(kernels.runner.device, block_format)
+
+
 def check_graph(kernels: GpuKernels) -> None:
     """A captured step replays over what was uploaded into the same places since: other queries, another table."""
     device = kernels.runner.device
@@ -266,6 +274,7 @@ CHECKS: dict[str, Callable[[GpuKernels], None]] = {
     "attend": check_attend,
     "commit": check_commit,
     "graph": check_graph,
+    "transfer": check_transfers,
     "conversations": check_conversations,
     "smollm2": check_smollm2,
 }
