@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
+import string
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
+from urllib.parse import quote
 
 import numpy as np
 import tritonclient.grpc as grpcclient
@@ -22,6 +24,7 @@ from runtime.errors import CommitKVError, RequestError
 
 STREAM_ERROR_WAIT_S = 5.0
 TENANT_PARAMETER = "commitkv_tenant"
+CONVERSATION_HEADER = "x-conversation-id"
 
 _NUMPY: Mapping[str, Any] = {
     "BYTES": np.object_,
@@ -141,6 +144,12 @@ class TurnOptions:
     timeout_s: float = 600.0
 
 
+class _ConversationId(grpcclient.InferInput):  # type: ignore[misc]
+    """A tensor that remembers what it says, for the proxy's header."""
+
+    content = ""
+
+
 def tensor(name: str, values: Any, dtype: str | None = None) -> grpcclient.InferInput:
     """One input tensor of the contract; text becomes UTF-8 bytes, a single value gets shape [1]."""
     dtype = dtype or _DTYPES[name]
@@ -153,8 +162,10 @@ def tensor(name: str, values: Any, dtype: str | None = None) -> grpcclient.Infer
     if dtype in ("INT32", "UINT64"):
         _check_range(name, rows, _NUMPY[dtype])
     array = np.array(rows, dtype=_NUMPY[dtype])
-    made = grpcclient.InferInput(name, list(array.shape), dtype)
+    made = (_ConversationId if name == "conversation_id" else grpcclient.InferInput)(name, list(array.shape), dtype)
     made.set_data_from_numpy(array)
+    if name == "conversation_id" and isinstance(values, str):
+        made.content = values
     return made
 
 
@@ -164,6 +175,12 @@ def _check_range(name: str, rows: Sequence[Any], kind: Any) -> None:
     for value in (x for row in rows for x in (row if isinstance(row, list | tuple) else (row,))):
         if not limits.min <= value <= limits.max:
             raise RequestError(f"{name}: got {value}, expected {limits.min} to {limits.max}; pass another number")
+
+
+def proxy_headers(inputs: Sequence[grpcclient.InferInput]) -> dict[str, str]:
+    """The header by which a proxy finds the conversation's replica: its id, percent-encoded where it is not ASCII."""
+    ids = [made.content for made in inputs if isinstance(made, _ConversationId) and made.content.isprintable()]
+    return {CONVERSATION_HEADER: quote(ids[0], safe=string.printable)} if ids and ids[0] else {}
 
 
 def infer(
@@ -185,7 +202,7 @@ def infer(
     done = False
     client = grpcclient.InferenceServerClient(url)
     try:
-        client.start_stream(lambda result, error: answers.put((result, error)))
+        client.start_stream(lambda result, error: answers.put((result, error)), headers=proxy_headers(inputs))
         try:
             parameters = {TENANT_PARAMETER: tenant} if tenant else None
             client.async_stream_infer(MODEL_NAME, list(inputs), request_id=request_id, parameters=parameters)

@@ -27,7 +27,6 @@ from typing import Any, Literal, Self
 from perf.server import REPO_ROOT, ServerStartError, free_ports
 
 DEPLOY = REPO_ROOT / "runtime" / "deploy"
-CONVERSATION_HEADER = "x-conversation-id"
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 5.0

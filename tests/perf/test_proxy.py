@@ -19,7 +19,8 @@ from stub_replica import StubReplica
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from perf import proxy as proxies
-from perf.proxy import CONVERSATION_HEADER, DEPLOY, Proxy, ProxyKind, find_proxy
+from perf.client import CONVERSATION_HEADER, proxy_headers, tensor
+from perf.proxy import DEPLOY, Proxy, ProxyKind, find_proxy
 from perf.server import ServerStartError
 
 KINDS: tuple[ProxyKind, ...] = ("nginx", "envoy")
@@ -212,6 +213,15 @@ def test_nginx_accepts_the_shipped_files_where_names_resolve(tmp_path: Path) -> 
     command = [str(find_proxy("nginx")), "-t", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf"), "-e", "stderr"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and "warn" not in done.stderr, done.stderr
+
+
+def test_our_client_names_the_conversation_in_the_header() -> None:
+    def header(conversation_id: str) -> dict[str, str]:
+        return proxy_headers([tensor("text_input", "hello"), tensor("conversation_id", conversation_id)])
+
+    assert header("ada/7 b") == {CONVERSATION_HEADER: "ada/7 b"}
+    assert header("Zoë") == {CONVERSATION_HEADER: "Zo%C3%AB"}
+    assert header("") == {} and header("a\nb") == {} and proxy_headers([tensor("text_input", "x")]) == {}
 
 
 def test_a_missing_program_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
