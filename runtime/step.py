@@ -19,7 +19,6 @@ from typing import Protocol
 
 from plugins.commit.choices import PLAIN, LineChoices
 
-
 FADE = 0.25
 
 

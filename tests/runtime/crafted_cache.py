@@ -96,8 +96,9 @@ class CraftedCache:
         self.manager.settle_rows(reservation)
 
     def commit(self) -> None:
-        """Stages what left the recent window and commits it."""
+        """Stages what left the recent window, takes its scores for those of a probe, and commits it."""
         self.manager.stage(HANDLE, Event.TURN_ENDED)
+        self.kv.unprobed.clear()
         plan = self.manager.plan_commit(HANDLE)
         assert plan is not None, "nothing was staged"
         reservation = self.manager.reserve_publish(plan, self.executor.draw_line(plan))
