@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -87,8 +88,8 @@ def test_which_rows_are_recorded() -> None:
     assert recording_of(snapkv.POLICY, 0, 400, 400) == Recording(True, window)
     assert recording_of(snapkv.POLICY, 400, 401, 400) == Recording(False), "answers are not looked at"
     assert recording_of(h2o.POLICY, 0, 5, 5) == Recording(True, adds=True)
-    assert recording_of(ALL_POLICIES["commitkv"], 0, 5, 5) == Recording(True)
-    for name in ("full", "streaming-llm", "rkv-gated", "pyramidkv-pooled"):
+    assert recording_of(dataclasses.replace(ALL_POLICIES["commitkv"], score="both"), 0, 5, 5) == Recording(True)
+    for name in ("full", "commitkv", "streaming-llm", "rkv-gated", "pyramidkv-pooled"):
         assert recording_of(ALL_POLICIES[name], 0, 5, 5) == Recording(False)
     assert recording_of(ALL_POLICIES["pyramidkv-rkv-alternating"], 0, 5, 5) == Recording(True), "R-KV needs importance"
 
