@@ -307,6 +307,8 @@ def markdown(report: Report) -> str:
     head = f"| {report.plan.conversations} conversations | {' | '.join(part.name for part in report.parts)} |"
     table = [head, "|---|" + "---:|" * len(report.parts), *(f"| {n} | {' | '.join(v)} |" for n, v in rows)]
     same = f"Answers as in a run without failures: {report.same_answers} of {report.compared} (policy {report.policy})."
+    if report.policy != "full":
+        same += "\nOther policies compress while a conversation waits, and answer by what they had time for."
     return "\n".join([*table, "", same])
 
 

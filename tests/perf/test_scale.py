@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_a_conversation_counts_once_by_its_worst_turn() -> None:
     table = markdown(report)
     assert "| turns lost after retry | 1 | 1 |" in table and "5 of 6 (policy full)" in table
     assert len({line.count("|") for line in table.splitlines()[:-2]}) == 1
+    assert "compress" not in table and "compress" in markdown(replace(report, policy="commitkv"))
 
 
 @pytest.mark.parametrize("arguments", [["--turns", "0"], ["--conversations", "0"], ["--engine", "/nowhere"]])
