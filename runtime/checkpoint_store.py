@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import fsspec  # type: ignore[import-untyped]
+import fsspec
 
 from runtime.checkpoint import Bytes
 from runtime.errors import ConfigError, StoreUnavailableError
