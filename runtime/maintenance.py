@@ -138,16 +138,12 @@ class Maintenance:
     def _pages_to_commit(self, conversation: Conversation) -> set[int]:
         """First positions of the oldest active pages: so many as a commit has room to write out before it frees them.
 
-        All of their tokens may stay, or what the budget keeps of them and of all older ones. Two blocks per row are left
-        for old entries that move.
+        All of their tokens may stay, and two blocks per row are left for old entries that move.
         """
         manager, kv = self._manager, self._manager[conversation.handle]
         row_bytes = kv.num_rows * manager.block_layouts[kv.blocks.format].stored_bytes
         room = manager.budget.total_bytes - manager.budget.used_bytes - 2 * row_bytes
         fitting = room * manager.block_entries // row_bytes
-        policy = kv.policy.at_commit(kv.num_commits)
-        if policy.has_budget and not policy.tiers:
-            fitting = max(fitting, int(fitting / policy.budget_at(kv.num_tokens)) - kv.committed_tokens)
         left = max(WATERMARK_MIN_PAGES * manager.page_tokens, fitting) - kv.num_staged
         chosen = set()
         for page in kv.pages:
