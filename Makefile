@@ -12,7 +12,7 @@ ENGINE := engines/smollm2-135m
 PEERS_CMAKE_ARGS := -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AVX512=ON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve test lint peers bench eval gpu clean
+.PHONY: help setup demo chat serve test lint peers bench eval scale gpu clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -72,6 +72,9 @@ bench: $(ENGINE)/manifest.json  ## attention, decode and prefill beside other en
 
 eval: $(ENGINE)/manifest.json  ## quality against bytes of every policy: hours, goes on where it was stopped
 	$(BIN)/python -m perf.evaluate
+
+scale: $(ENGINE)/manifest.json  ## two servers behind nginx, one killed twice: what becomes of conversations
+	$(BIN)/python -m perf.scale
 
 gpu:  ## on an NVIDIA GPU: kernels and engine against their references, then timed; without one exit 2
 	@for python in "$(PYTHON)" $(BIN)/python; do \
