@@ -12,10 +12,10 @@ ENGINE := engines/smollm2-135m
 PEERS_CMAKE_ARGS := -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_AVX512=ON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo chat serve test lint peers bench eval scale gpu clean
+.PHONY: help setup demo chat serve test lint peers bench eval load-tools load soak fuzz scale gpu clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
 setup: $(STAMP)  ## virtual environment with pinned packages (PYTHON=python3.12 to choose one)
 
@@ -72,6 +72,23 @@ bench: $(ENGINE)/manifest.json  ## attention, decode and prefill beside other en
 
 eval: $(ENGINE)/manifest.json  ## quality against bytes of every policy: hours, goes on where it was stopped
 	$(BIN)/python -m perf.evaluate
+
+load-tools: $(STAMP)  ## perf_analyzer and aiperf, each in an environment of its own
+	@test -x .venv-perf-analyzer/bin/python || $(PYTHON) -m venv .venv-perf-analyzer
+	@.venv-perf-analyzer/bin/python -m pip install --disable-pip-version-check -q --no-deps tritonclient==2.51.0
+	@$(BIN)/python -m perf.load.perf_analyzer --check
+	@test -x .venv-aiperf/bin/python || $(PYTHON) -m venv .venv-aiperf
+	@.venv-aiperf/bin/python -m pip install --disable-pip-version-check -q aiperf==0.13.0
+	@.venv-aiperf/bin/aiperf --version
+
+load: $(ENGINE)/manifest.json  ## agents with think times against two servers: full cache and CommitKV at equal KV memory
+	$(BIN)/python -m perf.load
+
+soak: $(ENGINE)/manifest.json  ## random turns, cancels, disconnects and bad requests for MINUTES=10
+	$(BIN)/python -m perf.load.soak --minutes $(or $(MINUTES),10)
+
+fuzz: $(ENGINE)/manifest.json  ## 20,000 malformed and random requests
+	$(BIN)/python -m perf.load.fuzz --requests 20000
 
 scale: $(ENGINE)/manifest.json  ## two servers behind nginx, one killed twice: what becomes of conversations
 	$(BIN)/python -m perf.scale
