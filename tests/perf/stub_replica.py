@@ -19,7 +19,7 @@ WAIT_S = 10.0
 
 
 class StubReplica:
-    """Answers with its name and the tenant it was told; a request of the id "slow" gets its second piece at `go`."""
+    """Says its name and what it was told of the tenant; a request of the id "slow" gets its second piece at `go`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,9 +48,9 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._stub = stub
 
     def ModelStreamInfer(self, requests: Iterator[Any], context: grpc.ServicerContext) -> Iterator[Any]:
-        tenants = [str(value) for key, value in context.invocation_metadata() if key.startswith("commitkv")]
+        told = {key: str(value) for key, value in context.invocation_metadata() if key.startswith("commitkv")}
         for request in requests:
-            answer = service_pb2.ModelInferResponse(model_name=self._stub.name, model_version=",".join(tenants))
+            answer = service_pb2.ModelInferResponse(model_name=self._stub.name, model_version=json.dumps(told))
             yield service_pb2.ModelStreamInferResponse(infer_response=answer)
             if request.id == "slow":
                 self._stub.go.wait(WAIT_S)
@@ -72,8 +72,7 @@ def _handler(stub: StubReplica) -> type[BaseHTTPRequestHandler]:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            tenants = [value for key, value in self.headers.items() if key.lower().startswith("commitkv")]
-            said = {"replica": stub.name, "tenant": ",".join(tenants)}
+            said = {"replica": stub.name}
             if self.path.endswith("generate_stream"):
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.error
+import urllib.request
 import uuid
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tritonclient.grpc as grpcclient
+from served import Stream
 
+from perf.client import tensor
 from perf.load.turn_stream import Answer, Requests, Target, turn_values
 from perf.proxy import Proxy, Replica
 from perf.scale import Plan, markdown, run_scale
@@ -36,24 +43,81 @@ def test_conversations_outlive_the_server_that_held_them(tiny_engine_dir: Path) 
     assert report.same_answers == report.compared == 8 * plan.conversations, table
 
 
+@pytest.fixture(scope="module")
+def guarded(tiny_engine_dir: Path) -> Iterator[tuple[TritonServer, Proxy]]:
+    """A server and nginx that share the secret, and two tenants with keys."""
+    parameters = {
+        "engine_dir": str(tiny_engine_dir), "kv_memory_bytes": str(32 << 20), "num_threads": "1",
+        "tenant_parameter": "commitkv_tenant_changeme",
+    }  # fmt: skip
+    keys = {"key-of-acme": "acme", "key-of-other": "other"}
+    with (
+        TritonServer(ServerOptions(parameters=parameters, grace_s=1.0, ready_timeout_s=300.0)) as server,
+        Proxy("nginx", [Replica(server.grpc_url, server.http_url)], keys) as proxy,
+    ):
+        yield server, proxy
+
+
 async def _ask(url: str, key: str | None, values: dict[str, Any]) -> Answer:
     async with Requests(Target(url, {} if key is None else {"x-api-key": key})) as requests:
         return await requests.ask(values)
 
 
-def test_a_key_opens_its_tenants_conversations_only(server: TritonServer) -> None:
+def _status(url: str, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None) -> int:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://{url}/v2/models/tensorrt_llm{path}", data, dict(headers or {}))
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_a_client_cannot_claim_a_tenant_in_its_request(guarded: tuple[TritonServer, Proxy]) -> None:
+    _, proxy = guarded
     name = f"ledger-{uuid.uuid4().hex}"
-    keys = {"key-of-acme": "acme", "key-of-other": "other"}
-    with Proxy("nginx", [Replica(server.grpc_url, server.http_url)], keys) as proxy:
+    told = asyncio.run(_ask(proxy.grpc_url, "key-of-acme", turn_values("keep this", name, 4)))
+    assert told.status == "ok", told.error
+    ask: dict[str, Any] = {"stats": True, "conversation_id": name}
+    for key in (None, "key-of-other"):
+        stream = Stream(proxy.grpc_url, {"x-api-key": key} if key else None)
+        stream.send("tensorrt_llm", [tensor(k, v) for k, v in ask.items()], commitkv_tenant="acme")
+        with pytest.raises(Exception, match="expected one that is held"):
+            stream.next()
+        stream.close()
+    # Over HTTP no header reaches the model: nobody has a tenant, and who has a key is sent away.
+    claim = {"commitkv_tenant": "acme", "commitkv-tenant": "acme"}
+    for model_says in (_status(proxy.http_url, "/generate", ask | claim), _status(proxy.http_url, "/generate", ask)):
+        assert model_says in (400, 404)
+    assert _status(proxy.http_url, "/generate", ask, {"x-api-key": "key-of-acme"}) == 403
+    greeting = {"text_input": "hi", "sampling_param_max_tokens": 2}
+    assert _status(proxy.http_url, "/generate", greeting | claim) == 200
 
-        def ask(key: str | None, values: dict[str, Any]) -> Answer:
-            return asyncio.run(_ask(proxy.grpc_url, key, values))
 
-        told = ask("key-of-acme", turn_values("keep this", name, 4))
-        assert told.status == "ok", told.error
-        for key in ("key-of-other", "unknown", None):
-            seen = ask(key, {"stats": True, "conversation_id": name})
-            assert seen.status == "refused" and "expected one that is held" in seen.error
-        mine = ask("key-of-acme", {"stats": True, "conversation_id": name})
-        assert mine.status == "ok" and mine.kv["kv_bytes"] > 0
-        assert ask("key-of-acme", {"conversation_end": True, "conversation_id": name}).status == "ok"
+def test_the_secret_is_in_a_configuration_that_nginx_does_not_serve(guarded: tuple[TritonServer, Proxy]) -> None:
+    server, proxy = guarded
+    with urllib.request.urlopen(f"http://{server.http_url}/v2/models/tensorrt_llm/config", timeout=10) as reply:
+        assert b"commitkv_tenant_changeme" in reply.read()
+    assert _status(proxy.http_url, "/config") == 404 and _status(proxy.http_url, "") == 200
+    client = grpcclient.InferenceServerClient(proxy.grpc_url)
+    assert client.get_model_metadata("tensorrt_llm").name == "tensorrt_llm"
+    with pytest.raises(grpcclient.InferenceServerException, match="not served to clients"):
+        client.get_model_config("tensorrt_llm")
+    client.close()
+
+
+def test_a_key_opens_its_tenants_conversations_only(guarded: tuple[TritonServer, Proxy]) -> None:
+    name = f"ledger-{uuid.uuid4().hex}"
+    proxy = guarded[1]
+
+    def ask(key: str | None, values: dict[str, Any]) -> Answer:
+        return asyncio.run(_ask(proxy.grpc_url, key, values))
+
+    told = ask("key-of-acme", turn_values("keep this", name, 4))
+    assert told.status == "ok", told.error
+    for key in ("key-of-other", "unknown", None):
+        seen = ask(key, {"stats": True, "conversation_id": name})
+        assert seen.status == "refused" and "expected one that is held" in seen.error
+    mine = ask("key-of-acme", {"stats": True, "conversation_id": name})
+    assert mine.status == "ok" and mine.kv["kv_bytes"] > 0
+    assert ask("key-of-acme", {"conversation_end": True, "conversation_id": name}).status == "ok"

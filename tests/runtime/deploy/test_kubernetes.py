@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from builder.build import parse_arguments as builder_arguments
 from perf import serve
 from perf.proxy import DEPLOY
 from perf.server import KILL_AFTER_S, REPO_ROOT
+from runtime.serving.contract import check_tenant_parameter
 from runtime.serving.metric_table import ENGINE_METRICS
 
 K8S = DEPLOY / "k8s"
@@ -136,6 +139,30 @@ def test_the_server_starts_as_the_image_does() -> None:
     mounts = {mount["mountPath"] for mount in one["volumeMounts"]}
     assert set(dockerfile("VOLUME")) | {"/tmp", "/dev/shm", "/opt/commitkv/models"} == mounts
     assert options.checkpoints in mounts and one["args"][1].rpartition("/")[0] in mounts
+
+
+def test_servers_take_the_tenant_by_the_name_that_the_proxies_set() -> None:
+    name = serve._parser().parse_args(server_arguments()[1]).tenant_parameter
+    check_tenant_parameter(name)
+    header = name.replace("_", "-")
+    assert header != "commitkv-tenant", "a client can write that one"
+    [manager] = ENVOY["static_resources"]["listeners"][0]["filter_chains"][0]["filters"]
+    mutations = manager["typed_config"]["http_filters"][0]["typed_config"]["mutations"]["request_mutations"]
+    assert {m["append"]["append_action"] for m in mutations} == {"OVERWRITE_IF_EXISTS_OR_ADD"}
+    assert [m["append"]["header"]["key"] for m in mutations] == ["commitkv-tenant", header]
+    nginx = (DEPLOY / "nginx" / "nginx.conf").read_text(encoding="utf-8")
+    assert f"grpc_set_header {header} $commitkv_tenant;" in nginx
+
+
+def test_the_secret_is_put_in_by_the_command_that_the_readme_gives(tmp_path: Path) -> None:
+    deploy = tmp_path / "deploy"
+    shutil.copytree(DEPLOY, deploy)
+    [command] = re.findall(r"^ *(sed -i .*?) *#", (K8S / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    command = command.replace("$(openssl rand -hex 16)", "5ecret")
+    subprocess.run(["sh", "-c", command], cwd=deploy, check=True)
+    for name in ("envoy/envoy.yaml", "k8s/server.yaml", "nginx/nginx.conf"):
+        text = (deploy / name).read_text(encoding="utf-8")
+        assert "changeme" not in text and re.search("commitkv[-_]tenant[-_]5ecret", text), name
 
 
 def test_a_stop_waits_for_the_turns_that_run() -> None:
