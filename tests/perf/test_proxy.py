@@ -40,7 +40,20 @@ def replicas() -> Iterator[list[StubReplica]]:
 @pytest.fixture(scope="module", params=KINDS)
 def proxy(request: pytest.FixtureRequest, replicas: list[StubReplica]) -> Iterator[Proxy]:
     with Proxy(request.param, [stub.replica for stub in replicas]) as running:
+        wait_for_all(running, len(replicas))
         yield running
+
+
+def wait_for_all(proxy: Proxy, count: int) -> None:
+    """Until every replica has answered over both protocols: a proxy serves as soon as one of them looks healthy."""
+    end = time.monotonic() + 30
+    with GrpcClient(proxy.grpc_url) as client:
+        while time.monotonic() < end:
+            over_http = {generate(proxy.http_url, {CONVERSATION_HEADER: n})["replica"] for n in CONVERSATIONS}
+            if len(over_http) == len({client.replica_of(n) for n in CONVERSATIONS}) == count:
+                return
+            time.sleep(0.2)
+    raise AssertionError(f"not all of {count} replicas took part within 30 s")
 
 
 class GrpcClient:

@@ -147,11 +147,17 @@ def test_memory_does_not_grow_with_cancelled_streams(stack: Stack) -> None:
         stack.at_rest()
 
     cancel(10 * AT_ONCE)
-    early, turns, conversations = resident_bytes(), num_alive(Turn), num_alive(Conversation)
-    cancel(30 * AT_ONCE)
-    assert stack.manager.budget.used_bytes == held, "pages of cancelled turns stay"
-    assert (num_alive(Turn), num_alive(Conversation)) == (turns, conversations) and conversations == 1
-    assert resident_bytes() - early < 4 << 20, "resident memory grew with 240 cancelled streams"
+    turns, conversations = num_alive(Turn), num_alive(Conversation)
+    grown = []
+    for _ in range(3):  # a leak shows in every round; what other tests of this process left behind does not
+        early = resident_bytes()
+        cancel(30 * AT_ONCE)
+        assert stack.manager.budget.used_bytes == held, "pages of cancelled turns stay"
+        assert (num_alive(Turn), num_alive(Conversation)) == (turns, conversations) and conversations == 1
+        grown.append(resident_bytes() - early)
+        if grown[-1] < 4 << 20:
+            break
+    assert min(grown) < 4 << 20, f"resident memory grew by {grown} bytes with 240 cancelled streams each"
 
 
 def test_two_hundred_idle_conversations_and_one_new() -> None:
