@@ -201,6 +201,7 @@ class KvManager:
             num_shared = num_tokens // self.page_tokens
             num_tokens = num_shared * self.page_tokens
         if num_tokens >= kv.num_tokens:
+            self.shared.cut(handle, num_tokens)  # tokens that are not computed yet are others too
             return Freed(int32())
         gone = kv.undo(num_tokens)
         if gone is None:

@@ -49,13 +49,16 @@ class SharedPrefixes:
         self._holders: dict[int, dict[int, None]] = {}  # handles by page id, oldest holder first
 
     def announce(self, handle: int, tenant: str, token_ids: Sequence[int]) -> None:
-        """What the conversation begins with: whole pages of it may be shared from now on. What it shares stays."""
+        """What the conversation begins with: whole pages of it may be shared from now on, and nothing that it was said
+        to begin with before. What it shares stays."""
         size = self._page_tokens
         whole = len(token_ids) // size * size
         pages = [tuple(token_ids[first : first + size]) for first in range(0, whole, size)]
         held = self.held(handle)
         if pages or held:
             self._prefixes[handle] = _Prefix(tenant, pages, held)
+        else:
+            self._prefixes.pop(handle, None)
 
     def prefix(self, handle: int) -> tuple[str, list[int]]:
         """Tenant and tokens that `announce` was given, less what is not a whole page."""

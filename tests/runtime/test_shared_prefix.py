@@ -167,6 +167,27 @@ def ask(name: str, system: str, tenant: str = "", policy: str = "full", text: st
     return Request(f"r{name}{tenant}", text, SamplingParams(max_tokens=9), name, system, policy=policy, tenant=tenant)
 
 
+def test_a_chat_that_lost_its_prompt_while_its_cache_was_gone_takes_nothing_over(manager: KvManager) -> None:
+    """Found by random chats: the edit found nothing to undo, and the old prompt came back from others' pages."""
+    begin(manager, 0)
+    fill(manager, 0, 3 * PAGE)
+    assert begin(manager, 1) == 3 * PAGE
+    manager.reset(1)
+    manager.rollback(1, 0)
+    manager.announce_prefix(1, "x", [])
+    assert manager.adopt_prefix(1) == 0
+    assert manager.shared.prefix(1) == ("", [])
+
+
+def test_an_edit_behind_a_lost_cache_forgets_what_was_announced_there(manager: KvManager) -> None:
+    begin(manager, 0)
+    fill(manager, 0, 3 * PAGE)
+    assert begin(manager, 1) == 3 * PAGE
+    manager.reset(1)
+    manager.rollback(1, PAGE + 3)
+    assert manager.adopt_prefix(1) == PAGE, "up to the page that the edit begins in"
+
+
 @pytest.mark.parametrize("batch", [5, 24, 200])
 def test_many_conversations_hold_one_prompt_and_say_the_same(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, policy in policies_for_tests().items():
