@@ -100,7 +100,7 @@ class Maintenance:
     def _review(self) -> ProbeWork | CommitWork | None:
         """For conversations that have much staged and have not been idle: one piece of work every N steps.
 
-        Text that arrives faster than it can be re-read is committed by what is known of it, or re-read at every step
+        Text that arrives faster than it can be re-read is committed by what is known of it; whole, only quantized,
         where nothing is known but by re-reading.
         """
         if self._num_steps == self._reviewed_step:
@@ -110,10 +110,9 @@ class Maintenance:
             num_staged = self._manager[conversation.handle].num_staged
             if schedule.every_steps == 0 or num_staged < schedule.span_tokens:
                 continue
-            overdue = num_staged >= OVERDUE_SPANS * schedule.span_tokens
-            if overdue and conversation.policy.records:
+            if num_staged >= OVERDUE_SPANS * schedule.span_tokens:
                 work: ProbeWork | CommitWork | None = self._first([conversation])
-            elif overdue or self._num_steps % schedule.every_steps == 0:
+            elif self._num_steps % schedule.every_steps == 0:
                 work = self._next_probe(conversation, urgent=True) or self._first([conversation])
             else:
                 continue

@@ -22,8 +22,7 @@ class Schedule:
 
     min_tokens: nothing is staged while a conversation holds fewer tokens.
     recent_tokens: the newest tokens stay active.
-    span_tokens: staged tokens of which a busy engine's review probes and commits; twice as many are not probed first
-        where attention of ordinary steps has scored them too.
+    span_tokens: staged tokens of which a busy engine's review probes and commits; twice as many are not probed first.
     at_turn_end, on_idle, every_steps (0: never), at_watermark: which commit transitions are on.
     reread_growth: once a conversation that probes is so many times as long as when its entries were last scored, all
         of it is re-read in idle time; 0: never.

@@ -149,13 +149,16 @@ def test_staged_text_that_nobody_has_read_again_is_kept_whole(watched: Watched) 
     assert make_line_plan(0, kv, 1).keep_entries < plan.keep_entries
 
 
-def test_a_busy_engine_reads_overdue_text_again_before_it_commits(watched: Watched) -> None:
-    watched.engine.submit(Request("long", "keeps the engine busy", SamplingParams(max_tokens=150)))
+def test_a_busy_engine_commits_overdue_text_whole_and_reads_it_again_later(watched: Watched) -> None:
+    watched.engine.submit(Request("long", "keeps the engine busy", SamplingParams(max_tokens=100)))
     watched.turn("hello " * 40)
     while not watched.engine.stats().commits:
         assert watched.engine.has_turns()
         watched.engine.step()
-    assert watched.engine.stats().running
+    assert watched.engine.stats().running and not watched.done
+    assert watched.kv.unprobed, "it stays marked"
+    drain(watched.engine)
+    assert not watched.kv.unprobed
     assert sum(len(p.token_ids) - PROMPT for p in watched.done) >= 200
 
 
