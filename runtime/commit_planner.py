@@ -73,7 +73,7 @@ def _layer_quotas(policy: Policy, kv: ConversationKv, num_staged: int, num_layer
     if policy.tiers and not policy.pools_by_score:
         ratio, num_tokens = 0.0, 0
     else:
-        unscored = policy.score == "probe" and bool(kv.unprobed)
+        unscored = policy.probe and not policy.records and bool(kv.unprobed)
         ratio = 1.0 if unscored else policy.budget_at(kv.num_tokens)
         num_tokens = num_staged + (kv.committed_tokens if policy.redraw else 0)
     total = 0.0

@@ -235,5 +235,6 @@ class Maintenance:
             first_scored_row=len(self._probe.prompt),
             record_skip=conversation.policy.schedule.recent_tokens,
             fades=again and start == 0,
+            squares=conversation.policy.score == "norm",
         )
         return ProbeWork(plan, reservation, (start, end), urgent, again)

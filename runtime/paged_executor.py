@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from plugins.attend.params import RECORD_SQUARES
 from plugins.commit.gate import GateWeights
 from plugins.commit.merger import MergeWeights
 from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
@@ -144,7 +145,8 @@ class PagedExecutor(ABC):
         """Scores that an interrupted probe raised in its first layers are put back, so that no layer has an edge."""
         self._decided = None
         num_rows = len(plan.token_ids)
-        record = bytes(i >= plan.first_scored_row for i in range(num_rows))
+        mark = RECORD_SQUARES if plan.squares else 1
+        record = bytes(mark * (i >= plan.first_scored_row) for i in range(num_rows))
         rows = StepRows(plan.token_ids, plan.first_position, plan.slots, plan.view, record, plan.record_skip)
         with self._scores_put_back(plan.view) as put_back:
             if plan.fades:

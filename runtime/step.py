@@ -173,6 +173,7 @@ class ProbePlan:
     """Re-read of a span: like a prefill chunk whose pages are scratch. `first_scored_row` and later rows
     raise the scores of what they look at, all but the newest `record_skip` page tokens up to themselves.
 
+    squares: squares of weights are added up, as RECORD_SQUARES of `plugins.attend.params`, instead of compared.
     fades: the scores of committed entries are multiplied by `FADE` first, so that what is read from now on counts more.
     """
 
@@ -184,6 +185,7 @@ class ProbePlan:
     first_scored_row: int
     record_skip: int
     fades: bool = False
+    squares: bool = False
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ CACHED_TABLES = 64
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """Rows of one conversation.   record: [num_tokens] 0, 1 or RECORD_SUM, see `plugins.attend.params`.
+    """Rows of one conversation.   record: [num_tokens] marks of rows, see `plugins.attend.params`.
 
     record_skip, watch, handle: as in the plan; handle -1 for rows that are no conversation's.
     """

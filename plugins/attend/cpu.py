@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from plugins.attend.params import RECORD_SUM, AttendParams, AttendStep, StepTables
+from plugins.attend.params import RECORD_SQUARES, RECORD_SUM, AttendParams, AttendStep, StepTables
 from plugins.blocks import read_bias, read_keys, read_values
 from plugins.memory import KvMemory
 
@@ -69,8 +69,7 @@ def attend(params: AttendParams) -> None:
         if first == last:
             continue
         pages, blocks = gather_pages(params, sequence), gather_blocks(params, sequence)
-        combine = torch.add if bool((tables.record[first:last] == RECORD_SUM).any()) else torch.maximum
-        reduce = _total if combine is torch.add else _top
+        reduce, combine = _recording(tables.record[first:last])
         page_top = blocks_top = None
         for start, end in _tiles(params, first, last, pages.page.shape[0]):
             hidden = last - start - torch.arange(1, end - start + 1, device=params.q.device)
@@ -179,6 +178,13 @@ def _skip_newest(weights: torch.Tensor, skipped: torch.Tensor) -> None:
     weights.view(heads, rows, vectors // rows, num_tokens).masked_fill_(newest[:, None], 0.0)
 
 
+def _recording(record: torch.Tensor) -> tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]:
+    """How weights of many rows become one, and how that joins what is there."""
+    if bool((record == RECORD_SUM).any()):
+        return _total, torch.add
+    return (_norm, torch.hypot) if bool((record == RECORD_SQUARES).any()) else (_top, torch.maximum)
+
+
 def _top(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """weights [m, rows * group, n] -> largest over recorded rows and the group [m, n]."""
     return torch.amax(_by_row(weights, recorded), dim=(1, 2))
@@ -187,6 +193,11 @@ def _top(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
 def _total(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """weights [m, rows * group, n] -> sum over recorded rows of the mean over the group [m, n]."""
     return _by_row(weights, recorded).mean(dim=2).sum(dim=1)
+
+
+def _norm(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
+    """weights [m, rows * group, n] -> Euclidean norm over recorded rows and the group [m, n]."""
+    return torch.linalg.vector_norm(_by_row(weights, recorded), dim=(1, 2))
 
 
 def _by_row(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
@@ -206,8 +217,8 @@ def _raise_scores(
     page_top, blocks_top = tops
     seen = params.seen.permute(0, 2, 1)
     where = (pages.page, pages.offset)
-    seen[where] = combine(seen[where], page_top.T.half())
+    seen[where] = combine(seen[where].float(), page_top.T).half()
     if blocks is not None and blocks_top is not None:
         old = params.score.index_select(0, blocks.ids)
-        raised = torch.where(torch.isinf(blocks.bias), old, combine(old, blocks_top.half()))
+        raised = torch.where(torch.isinf(blocks.bias), old, combine(old.float(), blocks_top).half())
         params.score.index_copy_(0, blocks.ids, raised)

@@ -99,7 +99,8 @@ void Planner::add_list(const Args &a, int32_t seq, int32_t head) {
   const int32_t num_segments = num_blocks + a.page_starts[seq + 1] - a.page_starts[seq];
   const int32_t row = a.row_starts[seq], rows = a.row_starts[seq + 1] - row;
   const int32_t most = a.group < MAX_VECTORS ? int32_t(MAX_VECTORS / a.group) : 1;
-  List list = {int32_t(items.size()), 0, 0, 0, 0, num_blocks, nullptr};
+  List list = {int32_t(items.size()), 0, 0, 0, 0, num_blocks, nullptr, false};
+  for (int32_t i = row; i < row + rows; ++i) list.squares |= a.record[i] == SQUARES;
   for (int32_t s = 0; s < num_segments; ++s) {
     const int32_t tokens = segment_tokens(a, place, num_blocks, seq, s);
     list.tokens += tokens;

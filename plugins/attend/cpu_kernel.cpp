@@ -2,6 +2,8 @@
 // An item is one stretch of one list against some rows; the last item of a list combines the list's items, writes
 // `out` and raises `seen` and `score`. Items and their order of combination follow from lengths alone, so results do
 // not depend on the number of threads.
+#include <cmath>
+
 #include "cpu_wide.hpp"
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 #define COMMITKV_AMX
@@ -178,17 +180,24 @@ static void run_amx(const Plan &plan, const Item &item, const List &list, Work &
 }
 #endif
 
-// largest[j] = max(largest[j], e^(logits[j] - shift) * factor)
+// largest[j] = max(largest[j], weight), or largest[j] + weight^2, where weight = e^(logits[j] - shift) * factor
+template <bool SQUARED>
 static void raise_largest(const float *logits, int64_t tokens, float shift, float factor, float *largest) {
   const vf top = set1(shift), by = set1(factor);
   int64_t j = 0;
   for (; j + W <= tokens; j += W) {
-    store(largest + j, vmax(load(largest + j), exp_nonpositive(load(logits + j) - top) * by));
+    const vf weight = exp_nonpositive(load(logits + j) - top) * by, now = load(largest + j);
+    store(largest + j, SQUARED ? fma(weight, weight, now) : vmax(now, weight));
   }
-  float lanes[W] = {};
-  for (int64_t i = j; i < tokens; ++i) lanes[i - j] = logits[i];
-  store(lanes, exp_nonpositive(load(lanes) - top) * by);
-  for (int64_t i = j; i < tokens; ++i) largest[i] = lanes[i - j] > largest[i] ? lanes[i - j] : largest[i];
+  float lanes[W] = {}, before[W] = {};
+  for (int64_t i = j; i < tokens; ++i) lanes[i - j] = logits[i], before[i - j] = largest[i];
+  const vf weight = exp_nonpositive(load(lanes) - top) * by, now = load(before);
+  store(lanes, SQUARED ? fma(weight, weight, now) : vmax(now, weight));
+  for (int64_t i = j; i < tokens; ++i) largest[i] = lanes[i - j];
+}
+
+static void record(const List &list, const float *logits, int64_t tokens, float shift, float factor, float *to) {
+  (list.squares ? raise_largest<true> : raise_largest<false>)(logits, tokens, shift, factor, to);
 }
 
 static void write_out(const Plan &plan, const Item &item, int64_t m, const float *sums, float total, float *row) {
@@ -198,7 +207,7 @@ static void write_out(const Plan &plan, const Item &item, int64_t m, const float
   narrow_row(a.q_dtype, row, a.head_dim, static_cast<char *>(a.out) + vector_offset(a, item, m));
 }
 
-static void end_item(const Plan &plan, const Item &item, const Work &w) {
+static void end_item(const Plan &plan, const Item &item, const List &list, const Work &w) {
   const Args &a = plan.args;
   if (item.partial) {
     for (int64_t m = 0; m < w.vectors; ++m) {
@@ -218,7 +227,7 @@ static void end_item(const Plan &plan, const Item &item, const Work &w) {
   for (int64_t m = 0; m < w.vectors; ++m) {
     if (!a.record[item.row + m / a.group]) continue;
     const float factor = w.totals[m] > 0.0f ? 1.0f / w.totals[m] : 0.0f;
-    raise_largest(kept, item.tokens, w.maxima[m], factor, item.recorded_to);
+    record(list, kept, item.tokens, w.maxima[m], factor, item.recorded_to);
     kept += w.kept_stride;
   }
 }
@@ -243,10 +252,10 @@ void attend_item(const Plan &plan, const Item &item, char *scratch) {
   } else {
     run_wide(plan, item, list, w, scratch);
   }
-  end_item(plan, item, w);
+  end_item(plan, item, list, w);
 }
 
-// Joins the partial results of a split list (one row tile) and leaves the largest weight of each token in list.largest.
+// Joins the partial results of a split list (one row tile) and leaves what it recorded of each token in list.largest.
 static void combine(const Plan &plan, const List &list) {
   const Args &a = plan.args;
   const Item *items = plan.items + list.first_item;
@@ -271,7 +280,7 @@ static void combine(const Plan &plan, const List &list) {
     for (int32_t i = 0; i < list.num_items; ++i) {
       const Item &item = items[i];
       const float *kept = item.recorded_to + recorded * round_up(item.tokens, 16);
-      raise_largest(kept, item.tokens, top, total > 0.0f ? 1.0f / total : 0.0f, list.largest + item.offset);
+      record(list, kept, item.tokens, top, total > 0.0f ? 1.0f / total : 0.0f, list.largest + item.offset);
     }
     ++recorded;
   }
@@ -297,6 +306,19 @@ static void raise_scores(uint16_t *scores, const float *weights, int64_t count) 
   }
 }
 
+// x = sqrt(x^2 + square) in fp16. Rounding makes the order matter, so no two lists of a step may share a page here; if
+// they do, nothing is lost.
+static void add_squares(uint16_t *scores, const float *squares, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (squares[i] == 0.0f) continue;
+    uint16_t now = __atomic_load_n(scores + i, __ATOMIC_RELAXED), next;
+    do {
+      const float before = f16_to_float(now);
+      next = float_to_f16(std::sqrt(before * before + squares[i]));
+    } while (!__atomic_compare_exchange_n(scores + i, &now, next, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+  }
+}
+
 void attend_finish(const Plan &plan, const List &list) {
   const Args &a = plan.args;
   const Item &first = plan.items[list.first_item];
@@ -307,18 +329,19 @@ void attend_finish(const Plan &plan, const List &list) {
     for (int32_t i = 0; i < list.num_items; ++i) {
       const float *more = plan.items[list.first_item + i].recorded_to;
       for (int64_t j = 0; more && j < list.tokens; ++j) {
-        list.largest[j] = more[j] > list.largest[j] ? more[j] : list.largest[j];
+        list.largest[j] = list.squares ? list.largest[j] + more[j] : more[j] > list.largest[j] ? more[j] : list.largest[j];
       }
     }
   }
   const int64_t place = int64_t(first.seq) * a.kv_heads + first.head;
   const float *weights = list.largest;
+  const auto raise = list.squares ? add_squares : raise_scores;
   for (int32_t b = a.block_starts[place]; b < a.block_starts[place + 1]; ++b) {
-    raise_scores(a.score + a.block_ids[b] * a.block_entries, weights, a.block_lens[b]);
+    raise(a.score + a.block_ids[b] * a.block_entries, weights, a.block_lens[b]);
     weights += a.block_lens[b];
   }
   for (int32_t p = a.page_starts[first.seq]; p < a.page_starts[first.seq + 1]; ++p) {
-    raise_scores(a.seen + (int64_t(a.page_ids[p]) * a.kv_heads + first.head) * a.page_tokens, weights, a.page_lens[p]);
+    raise(a.seen + (int64_t(a.page_ids[p]) * a.kv_heads + first.head) * a.page_tokens, weights, a.page_lens[p]);
     weights += a.page_lens[p];
   }
 }

@@ -22,7 +22,7 @@ struct Args {
   uint16_t *score;        // [num_blocks, block_entries] fp16
   const int32_t *row_starts, *page_starts, *page_ids, *page_lens, *block_starts, *block_ids, *block_lens;
   const int32_t *record_skip;  // [num_seqs] page tokens up to and including a row that are not recorded for it
-  const uint8_t *record;   // [rows]
+  const uint8_t *record;   // [rows] 0, 1: the largest weight, SQUARES: the root of the sum of squares
   ParallelStart parallel;  // null: our own threads
   int64_t num_seqs, kv_heads, group, head_dim, page_tokens, block_entries, block_bytes;
   int64_t v_codes, k_scale, k_min, v_scale, v_min, bias;  // byte offsets in a block; K codes lie at 0
@@ -30,6 +30,7 @@ struct Args {
   float scale;
 };
 
+constexpr uint8_t SQUARES = 3;         // of Args::record, in all recorded rows of a sequence
 constexpr int64_t SPLIT_TOKENS = 512;  // a list of one row tile is cut about every so many tokens
 constexpr int64_t MAX_VECTORS = 192;   // query vectors of one item, at most (or one row's group, if that is more)
 constexpr int64_t TILE = 64;           // tokens of one tile of the decode path
@@ -47,7 +48,7 @@ struct Item {
   int64_t offset;      // tokens of the list before first_segment
   float *partial;      // [M, D + 2] unnormalised sum, maximum, sum of weights; null: the item writes `out` itself
   float *recorded_to;  // partial: [recorded, stride] logits, stride = round_up(tokens, 16); else [tokens] largest
-                       // weights; null: nothing recorded
+                       // weights, or sums of squares; null: nothing recorded
 };
 
 // The items of one (sequence, KV head); whoever finishes its last item combines them.
@@ -57,7 +58,8 @@ struct List {
   int64_t tokens;
   int32_t page_tokens;  // of which in pages
   int32_t first_page_segment;
-  float *largest;  // [tokens] room for the weights of a split list; null: nothing recorded
+  float *largest;  // [tokens] room for what the items recorded together; null: nothing recorded
+  bool squares;    // sums of squares instead of the largest
 };
 
 struct Plan {

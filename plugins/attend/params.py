@@ -9,6 +9,8 @@ Blocks themselves are never written.
 
 Where `record` is RECORD_SUM, in all recorded rows of a sequence, weights are added up instead: x = x + the sum over
 rows of the mean over the group's query heads. Only the torch form and the reference know it; executors run it then.
+Where it is RECORD_SQUARES, again in all recorded rows, squares are added up: x = sqrt(x^2 + the sum of weight^2 over
+rows and query heads), the Euclidean norm of all that was recorded there.
 
 What a row reads among the newest `record_skip` page tokens up to and including itself is not recorded. Heads that
 look at their neighbourhood give every token a large weight when it is new, which says nothing about whether it is
@@ -29,6 +31,7 @@ from plugins.layout import BlockLayout
 from plugins.memory import KvMemory
 
 RECORD_SUM = 2
+RECORD_SQUARES = 3
 
 AttendStep = Callable[[int, torch.Tensor, torch.Tensor], None]
 """(layer, q, out [rows, q_heads, D] contiguous): writes out, raises the layer's `seen` and `score`."""
@@ -41,7 +44,7 @@ class AttendTables:
     row_starts [S+1]: query rows of sequence s are [row_starts[s], row_starts[s+1]).
     page_starts [S+1] into page_ids, page_lens.
     block_starts [S*G+1] into block_ids, block_lens; list s*G+g belongs to sequence s, KV head g (of ONE layer).
-    record [rows] uint8: 0, 1 or RECORD_SUM.
+    record [rows] uint8: 0, 1, RECORD_SUM or RECORD_SQUARES.
     record_skip [S]: so many page tokens up to and including a row of s are not recorded for that row; `out` sees all.
     """
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from plugins.attend.params import RECORD_SUM, AttendParams
+from plugins.attend.params import RECORD_SQUARES, RECORD_SUM, AttendParams
 from plugins.blocks import read_bias, read_keys, read_values
 
 Token = tuple[torch.Tensor, torch.Tensor, float, tuple[int, int, bool]]
@@ -42,10 +42,11 @@ def attend(params: AttendParams) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
                             target = score[where] if is_block else seen[where, g]
                             target[offset] += weight / group_size
                             continue
+                        combine = math.hypot if tables.record[row] == RECORD_SQUARES else max
                         if is_block:
-                            score[where, offset] = max(float(score[where, offset]), weight)
+                            score[where, offset] = combine(float(score[where, offset]), weight)
                         else:
-                            seen[where, g, offset] = max(float(seen[where, g, offset]), weight)
+                            seen[where, g, offset] = combine(float(seen[where, g, offset]), weight)
     return out, seen, score
 
 

@@ -12,7 +12,7 @@ from runtime.errors import ConfigError
 from runtime.policy.check import check_policy
 from runtime.policy.signals import NO_SIGNALS, Signals
 
-Score = Literal["both", "seen", "probe", "window", "sum", "recency", "gate"]
+Score = Literal["both", "seen", "probe", "norm", "window", "sum", "recency", "gate"]
 Share = Literal["conversation", "layer", "head"]
 
 
@@ -97,9 +97,10 @@ class Policy:
 
     Score
     score: what an entry is worth. "seen": the largest attention weight it received from more than the recent window
-        away; "probe": the largest when its span is re-read in idle time; "both": the larger of the two; "window": the
-        largest from the last `window_rows` rows of every prompt, whatever the distance; "sum": the sum of all weights
-        it received, over query heads averaged, over rows added; "recency": its position; "gate": the trained scorer.
+        away; "probe": the largest when spans are re-read in idle time; "norm": the root of the sum of squares of all
+        that it received there; "both": the larger of the first two; "window": the largest from the last `window_rows`
+        rows of every prompt, whatever the distance; "sum": the sum of all weights it received, over query heads
+        averaged, over rows added; "recency": its position; "gate": the trained scorer.
     smooth: odd width of a max filter over the scores of neighbouring tokens; 1: none.
     redundancy: weight of importance against redundancy, as in `plugins.commit.choices.LineChoices`; None: no matter.
 
@@ -177,7 +178,7 @@ class Policy:
     @property
     def probe(self) -> bool:
         """Whether spans are re-read in idle time before they are committed."""
-        return self.compresses and self.score in ("both", "probe")
+        return self.compresses and self.score in ("both", "probe", "norm")
 
     @property
     def records(self) -> bool:

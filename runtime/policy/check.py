@@ -75,7 +75,7 @@ def check_policy(policy: Policy) -> None:
     _check_alternate(policy)
 
 
-_SCORES = ("both", "seen", "probe", "window", "sum", "recency", "gate")
+_SCORES = ("both", "seen", "probe", "norm", "window", "sum", "recency", "gate")
 _SHARES = ("conversation", "layer", "head")
 
 

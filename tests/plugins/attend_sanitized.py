@@ -11,6 +11,7 @@ import sys
 from test_attend_native import BATCH, Case, copied, make_params
 
 from plugins.attend import native
+from plugins.attend.params import RECORD_SQUARES
 
 
 def main(library: str) -> None:
@@ -23,7 +24,8 @@ def main(library: str) -> None:
         for types in ("fp32", "bf16", "fp16")
         for format_ in ("int4", "k8v4", "int8", "bf16", "fp16", "fp32")
     ]
-    cases.append(Case(((1, 1300, 700), (40, 300, 20), (1, 0, 0)), q="bf16", kv="bf16"))
+    long = ((1, 1300, 700), (40, 300, 20), (1, 0, 0))
+    cases += [Case(long, q="bf16", kv="bf16", mark=mark) for mark in (1, RECORD_SQUARES)]
     for case in cases:
         params = make_params(case)
         for code in range(len(native.LEVELS)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plugins.attend import cpu, reference
-from plugins.attend.params import RECORD_SUM
+from plugins.attend.params import RECORD_SQUARES, RECORD_SUM
 from tests.plugins.attend_cases import CASES, AttendCase, make_attend_case
 
 OUT_TOLERANCE = {"fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
@@ -86,11 +86,12 @@ def test_protected_entry_keeps_its_infinite_score() -> None:
     assert params.score[protected, 0] == torch.inf
 
 
+@pytest.mark.parametrize("mark", [RECORD_SUM, RECORD_SQUARES])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
-def test_weights_add_up_where_asked(case: AttendCase) -> None:
+def test_weights_add_up_where_asked(case: AttendCase, mark: int) -> None:
     """fp16 holds the sums, so they are compared as loosely as it rounds."""
     params = make_attend_case(case)
-    params.tables.record.mul_(RECORD_SUM)
+    params.tables.record.mul_(mark)
     _, seen, score = reference.attend(params)
     cpu.attend(params)
     torch.testing.assert_close(params.seen.double(), seen, atol=4e-3, rtol=4e-3, equal_nan=True)

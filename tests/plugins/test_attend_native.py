@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from plugins import blocks as block_codec
 from plugins.attend import native, reference
-from plugins.attend.params import AttendParams, AttendTables
+from plugins.attend.params import RECORD_SQUARES, AttendParams, AttendTables
 from plugins.layout import BlockLayout
 from tests.plugins.native_forms import SANITIZERS, run_sanitized
 
@@ -42,6 +42,7 @@ class Case:
     page_tokens: int = 16
     block_entries: int = 16
     record: str = "all"
+    mark: int = 1
     record_skip: tuple[int, ...] = (0,)
     spread: float = 1.0
     seed: int = 0
@@ -93,7 +94,7 @@ def make_params(case: Case) -> AttendParams:
         row_starts=starts(rows), page_starts=starts([len(x) for x in page_lens]), page_ids=page_ids.int(),
         page_lens=torch.tensor(flat_pages, dtype=torch.int32), block_starts=starts([len(x) for x in block_lens]),
         block_ids=block_ids.int(), block_lens=torch.tensor(flat_blocks, dtype=torch.int32),
-        record=record.to(torch.uint8), record_skip=torch.tensor(skips, dtype=torch.int32),
+        record=(case.mark * record).to(torch.uint8), record_skip=torch.tensor(skips, dtype=torch.int32),
     )  # fmt: skip
     q = q.to(DTYPES[case.q])
     out = torch.full_like(q, torch.nan)
@@ -178,14 +179,15 @@ def test_rows_over_history(attends: dict[str, Attend], rows: int) -> None:
 
 def test_long_contexts_are_split(attends: dict[str, Attend]) -> None:
     """Several splits of 512 tokens, in blocks and in pages, decode and a few rows, recorded and not."""
-    for record in ("all", "none"):
-        check(attends, Case(((1, 1300, 700), (3, 900, 0)), kv_heads=1, q="bf16", kv="bf16", record=record))
+    for record, mark in (("all", 1), ("all", RECORD_SQUARES), ("none", 1)):
+        check(attends, Case(((1, 1300, 700), (3, 900, 0)), kv_heads=1, q="bf16", kv="bf16", record=record, mark=mark))
 
 
 def test_many_rows_are_tiled(attends: dict[str, Attend]) -> None:
     """More query vectors than one item takes; the group of 200 exceeds it with a single row."""
-    check(attends, Case(((30, 30, 20),), kv_heads=1, group=16, q="bf16", kv="bf16", record="some"))
-    check(attends, Case(((2, 9, 8),), kv_heads=1, group=200, head_dim=32, record="some"))
+    for mark in (1, RECORD_SQUARES):
+        check(attends, Case(((30, 30, 20),), kv_heads=1, group=16, q="bf16", kv="bf16", record="some", mark=mark))
+        check(attends, Case(((2, 9, 8),), kv_heads=1, group=200, head_dim=32, record="some", mark=mark))
 
 
 @pytest.mark.parametrize("skip", [(1,), (20, 0, 7), (128, 600), (10**6,)])
@@ -207,6 +209,26 @@ def test_extreme_logits(attends: dict[str, Attend], format_: str) -> None:
         assert (got.out.double() - want).abs().max().item() < 0.02
 
 
+def test_squares_add_up_over_steps(attends: dict[str, Attend]) -> None:
+    """Scores of all rows at once are the norm of those of every row, from zero."""
+    case = Case(((6, 40, 30),), kv_heads=1, group=1, mark=RECORD_SQUARES)
+    for attend in attends.values():
+        params = copied(make_params(case))
+        params.seen.zero_(), params.score.zero_()
+        parts = []
+        for row in range(6):
+            params.tables.record.zero_()
+            params.tables.record[row] = RECORD_SQUARES
+            alone = dataclasses.replace(params, seen=params.seen.clone(), score=params.score.clone())
+            attend(alone)
+            parts.append(torch.cat([alone.seen.flatten(), alone.score.flatten()]).float())
+        params.tables.record.fill_(RECORD_SQUARES)
+        attend(params)
+        whole = torch.cat([params.seen.flatten(), params.score.flatten()]).float()
+        torch.testing.assert_close(whole, torch.stack(parts).norm(dim=0), atol=1e-3, rtol=2e-3)
+        assert whole.max() > 1.2 * torch.stack(parts).amax(dim=0).max()
+
+
 def test_nothing_to_read(attends: dict[str, Attend]) -> None:
     for attend in attends.values():
         params = make_params(Case(((1, 0, 0), (0, 5, 3), (12, 0, 0), (1, 3, 2))))
@@ -217,9 +239,10 @@ def test_nothing_to_read(attends: dict[str, Attend]) -> None:
         attend(empty)
 
 
-@pytest.mark.parametrize("share_openmp", [False, True])
-def test_bits_do_not_depend_on_threads(share_openmp: bool) -> None:
-    case = Case(((1, 2100, 800), (40, 500, 300), (1, 30, 0)), q="bf16", kv="bf16", format="int4", record="some")
+@pytest.mark.parametrize(("share_openmp", "mark"), [(False, 1), (True, 1), (False, RECORD_SQUARES)])
+def test_bits_do_not_depend_on_threads(share_openmp: bool, mark: int) -> None:
+    batch = ((1, 2100, 800), (40, 500, 300), (300, 500, 40), (1, 30, 0))
+    case = Case(batch, q="bf16", kv="bf16", format="int4", record="some", mark=mark)
     params = make_params(case)
     results = []
     for level in native.levels():
@@ -266,6 +289,7 @@ CASES = st.builds(
     page_tokens=st.sampled_from([8, 16, 32, 256]),
     block_entries=st.sampled_from([16, 24, 64, 256]),
     record=st.sampled_from(["all", "none", "some"]),
+    mark=st.sampled_from([1, RECORD_SQUARES]),
     record_skip=st.lists(st.integers(0, 90), min_size=1, max_size=3).map(tuple),
     seed=st.integers(0, 2**16),
 )
