@@ -153,6 +153,10 @@ class BenchEngine:
         seconds = time.perf_counter() - begin
         return ids, sum(turn.prompt_end - turn.first_token for turn in turns if turn is not None), seconds
 
+    def choose(self, names: list[str]) -> None:
+        """Of the turns that run, only those of these conversations take part in steps, until this is called again."""
+        self._engine._scheduler.running = [self._engine.conversation(name) for name in names]
+
     def undo(self, ids: list[str]) -> None:
         """Takes turns back."""
         for request_id in ids:
