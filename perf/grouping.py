@@ -110,8 +110,8 @@ def run(args: argparse.Namespace) -> None:
     groups = (group_of("short", args.short), group_of("long", args.long))
     policies = [get_policy(name).name for name in args.policies.split(",")]
     if args.short_steps < 1 or groups[0][1] >= groups[1][1]:
-        raise ConfigError(f"--short, --long, --short-steps: got {args.short}, {args.long}, {args.short_steps}, expected "
-                          "fewer tokens for the short ones, and 1 step or more; correct them")  # fmt: skip
+        raise ConfigError(f"--short, --long, --short-steps: got {args.short}, {args.long}, {args.short_steps}; "
+                          "expected fewer tokens for the short ones, and 1 step or more; correct them")  # fmt: skip
     count, longest = groups[0][0] + groups[1][0], groups[1][1]
     config = RuntimeConfig(kv_memory_bytes=KV_BYTES, num_threads=args.threads)
     engine = BenchEngine(args.engine, config, BenchText(args.engine, longest + ROOM_TOKENS))
