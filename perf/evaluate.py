@@ -1,7 +1,8 @@
 """`python -m perf.evaluate`: what each policy costs in quality, per byte it holds.
 
 Conversations of `perf.evaluation.tasks` are held under the full cache and under each policy, then asked about 30 to 60
-things each. Results are kept after every conversation: the same command goes on where it was stopped.
+things each. Results are kept after every conversation: the same command goes on where it was stopped, and what the
+output folder holds of other policies is reported beside.
 """
 
 from __future__ import annotations
@@ -140,12 +141,22 @@ def evaluate(args: argparse.Namespace) -> list[Score]:
                 bar.set_description(f"{task.num_tokens} tokens, {name}")
                 hold_policy(holder, store, task, name, whole)
                 bar.update()
-    scores = []
+    return [*stored_scores(store, all_tasks, (baseline, *names)), *peer_scores(args.output / "peers", all_tasks)]
+
+
+def stored_scores(store: Store, all_tasks: Sequence[Task], names: Sequence[str]) -> list[Score]:
+    """Scores by length: of `names`, the baseline first, then of whatever else the store holds on some of the tasks.
+
+    A policy that was measured on fewer conversations is compared with the baseline on those.
+    """
+    baseline, scores = names[0], list[Score]()
     for length in sorted({task.num_tokens for task in all_tasks}):
         of_length = [task for task in all_tasks if task.num_tokens == length]
-        base = store.of(baseline, of_length)
-        scores += [score(store.of(name, of_length), base) for name in (baseline, *names)]
-    return scores + peer_scores(args.output / "peers", all_tasks)
+        for name in (*names, *(name for name in store.policies() if name not in names)):
+            done = [task for task in of_length if store.get(name, task) is not None]
+            if done:
+                scores.append(score(store.of(name, done), store.of(baseline, done)))
+    return scores
 
 
 def peer_scores(folder: Path, all_tasks: Sequence[Task]) -> list[Score]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import runtime.policy.registry as registry
-from perf.evaluate import chosen_policies, main, make_parser, make_tasks, varied
+from perf.evaluate import chosen_policies, main, make_parser, make_tasks, stored_scores, varied
 from perf.evaluation import hold
 from runtime.policy.base import Schedule
 
@@ -44,6 +44,16 @@ def test_a_run_measures_bytes_and_goes_on(
     assert ours["kv_share"] < int8["kv_share"] < full["kv_share"]
     assert 0 <= int8["kl"]["value"] < ours["kl"]["value"]
     assert full["questions"] == ours["questions"] >= 40
+
+    store = hold.Store.open(tmp_path)
+    partly = hold.Store(tmp_path / "partly", "key")
+    tasks = make_tasks("700", 40, 8192)
+    for name, some in (("full", tasks), ("quantize-int8", tasks), ("commitkv", tasks[:1])):
+        for one in store.of(name, some):
+            partly.put(one)
+    full_again, int8_again, some_of_ours = stored_scores(partly, tasks, ("full", "quantize-int8"))
+    assert [json.loads(json.dumps(dataclasses.asdict(s))) for s in (full_again, int8_again)] == [full, int8]
+    assert some_of_ours.policy == "commitkv" and some_of_ours.questions == len(tasks[0].questions) < 40
 
 
 def test_variants_are_named_after_their_changes() -> None:
