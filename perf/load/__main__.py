@@ -16,6 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from perf.load.command import add_target_arguments, exit_code, target_of
 from perf.load.driver import Driver, DriverOptions
 from perf.load.outcomes import Bound, RunRecord, TurnOutcome, summarize
 from perf.load.plan import Plan, Workload, make_plan
@@ -23,7 +24,6 @@ from perf.load.report import markdown, plot, write_figures, write_run
 from perf.load.turn_stream import Target
 from perf.serve import DEFAULT_ENGINE, server_options
 from perf.server import REPO_ROOT, TritonServer
-from runtime.errors import CommitKVError, ConfigError
 
 DEFAULT_KV_MIB = 176
 
@@ -45,23 +45,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--itl-ms", type=float, default=1e3 * Bound.itl_s, help="mean, at most (%(default)s)")
     parser.add_argument("--output", type=Path, default=REPO_ROOT / "out" / "load", help="(%(default)s)")
     return parser
-
-
-def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to reach a server that is up already."""
-    parser.add_argument("--header", action="append", default=[], metavar="NAME:VALUE", help="sent with every stream")
-    parser.add_argument("--tls", action="store_true", help="encrypt the connection to --url")
-
-
-def target_of(url: str, args: argparse.Namespace) -> Target:
-    """Raises ConfigError for a header without a colon."""
-    headers = {}
-    for header in args.header:
-        name, colon, value = header.partition(":")
-        if not colon or not name.strip():
-            raise ConfigError(f"--header: got {header!r}, expected NAME:VALUE; write it so")
-        headers[name.strip().lower()] = value.strip()
-    return Target(url, headers, args.tls)
 
 
 def _run(plan: Plan, options: DriverOptions, target: Target) -> RunRecord:
@@ -104,31 +87,26 @@ def _write(args: argparse.Namespace, plan: Plan, runs: list[RunRecord], bound: B
     return "\n".join([table, *(f"error in {error}" for error in errors)])
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        plan = make_plan(Workload(**{field.name: getattr(args, field.name) for field in fields(Workload)}))
-        bound = Bound(args.ttft_s, args.itl_ms / 1e3)
-        args.output.mkdir(parents=True, exist_ok=True)
-        print(f"plan {plan.digest}: {len(plan.sessions)} sessions, {plan.workload.duration_s:g} s per run", flush=True)
-        if args.url:
-            label = args.policy or args.url
-            runs = [_run(plan, DriverOptions(label=label, policy=args.policy), target_of(args.url, args))]
-        else:
-            runs = [_run_own(args, plan, policy) for policy in args.policies.split(",")]
-        print(
-            f"\n{_write(args, plan, runs, bound)}\n\nwritten: {args.output}/report.json, report.md, report.png, *.csv"
-        )
-        if not any(turn.outcome == "ok" for run in runs for turn in run.turns):
-            print("error: no turn was answered", file=sys.stderr)
-            return 1
-    except CommitKVError as error:
-        print(f"error: {error}", file=sys.stderr)
+def run(args: argparse.Namespace) -> int:
+    """The exit code. Raises CommitKVError."""
+    plan = make_plan(Workload(**{field.name: getattr(args, field.name) for field in fields(Workload)}))
+    bound = Bound(args.ttft_s, args.itl_ms / 1e3)
+    args.output.mkdir(parents=True, exist_ok=True)
+    print(f"plan {plan.digest}: {len(plan.sessions)} sessions, {plan.workload.duration_s:g} s per run", flush=True)
+    if args.url:
+        label = args.policy or args.url
+        runs = [_run(plan, DriverOptions(label=label, policy=args.policy), target_of(args.url, args))]
+    else:
+        runs = [_run_own(args, plan, policy) for policy in args.policies.split(",")]
+    print(f"\n{_write(args, plan, runs, bound)}\n\nwritten: {args.output}/report.json, report.md, report.png, *.csv")
+    if not any(turn.outcome == "ok" for run in runs for turn in run.turns):
+        print("error: no turn was answered", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; own servers are stopped", file=sys.stderr)
-        return 130
     return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    return exit_code(run, _parser().parse_args(argv), stopped="own servers are stopped")
 
 
 if __name__ == "__main__":

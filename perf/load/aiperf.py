@@ -7,22 +7,21 @@ conversation id, so that the server keeps the history. Figures are aiperf's. `ma
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perf.load.perf_analyzer import ToolError
+from perf.load.command import ToolError, check_tool, exit_code, own_server, verdict
 from perf.load.plan import Workload, make_plan
-from perf.serve import add_engine_arguments, server_options
-from perf.server import MODEL_NAME, REPO_ROOT, TritonServer
-from runtime.errors import CommitKVError, ConfigError
+from perf.serve import add_engine_arguments
+from perf.server import MODEL_NAME, REPO_ROOT
+from runtime.errors import ConfigError
 
 BINARY = REPO_ROOT / ".venv-aiperf" / "bin" / "aiperf"
 # A conversation of one run must not go on in the next, so the session's id of this run is used, not the dataset's.
@@ -162,39 +161,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextlib.contextmanager
-def _served(args: argparse.Namespace) -> Iterator[str]:
+def _figures(args: argparse.Namespace) -> Figures:
     if args.http_url:
-        yield args.http_url
-        return
-    options = server_options(args.engine, args.kv_mib, args.threads, None, args.output / "server.log")
-    with TritonServer(options) as server:
-        yield server.http_url
+        return run_tool(args, args.http_url)
+    with own_server(args) as server:
+        return run_tool(args, server.http_url)
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code. Raises CommitKVError."""
+    check_tool("aiperf", args.binary)
+    tokenizer_file(args)
+    args.output = args.output.resolve()
+    args.output.mkdir(parents=True, exist_ok=True)
+    figures = _figures(args)
+    table = markdown(figures)
+    (args.output / "report.md").write_text(table + "\n", encoding="utf-8")
+    failures = [f"{figures.turns} turns, {figures.errors} errors"] if figures.errors or not figures.turns else []
+    text = f"\n{table}\n\nwritten: {args.output}/report.md, aiperf's own files under artifacts/"
+    return verdict("aiperf", text, failures)
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        if not args.binary.is_file():
-            raise ToolError(f"aiperf: not found at {args.binary}; run `make load-tools`, or pass --binary")
-        tokenizer_file(args)
-        args.output = args.output.resolve()
-        args.output.mkdir(parents=True, exist_ok=True)
-        with _served(args) as url:
-            figures = run_tool(args, url)
-        table = markdown(figures)
-        (args.output / "report.md").write_text(table + "\n", encoding="utf-8")
-        print(f"\n{table}\n\nwritten: {args.output}/report.md, aiperf's own files under artifacts/")
-        if figures.errors or not figures.turns:
-            print(f"error: aiperf: {figures.turns} turns, {figures.errors} errors", file=sys.stderr)
-            return 1
-    except CommitKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; an own server is stopped", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(run, _parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -25,13 +25,12 @@ import psutil
 from tqdm import tqdm
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from perf.load.__main__ import add_target_arguments, target_of
+from perf.load.command import add_server_arguments, exit_code, host_and_port, own_server, target_of, verdict
 from perf.load.fuzz_cases import FuzzBody, FuzzCase, FuzzRequest, FuzzTensor, batches, grpc_requests, http_bodies, pack
-from perf.load.soak import end_and_look, host_and_port
+from perf.load.soak import end_and_look
 from perf.load.turn_stream import Requests, Target
-from perf.serve import DEFAULT_ENGINE, server_options
-from perf.server import MODEL_NAME, REPO_ROOT, TritonServer
-from runtime.errors import CommitKVError, ConfigError
+from perf.server import MODEL_NAME, REPO_ROOT
+from runtime.errors import ConfigError
 from runtime.serving.contract import TENANT_PARAMETER
 
 ANSWER_TIMEOUT_S = 120.0
@@ -272,12 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m perf.load.fuzz", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000, help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
-    parser.add_argument("--url", help="HOST:PORT of a server's gRPC endpoint (start an own one)")
-    parser.add_argument("--http-url", help="with --url: HOST:PORT of its HTTP endpoint")
-    add_target_arguments(parser)
-    parser.add_argument("--engine", type=Path, default=DEFAULT_ENGINE, help="of an own server (%(default)s)")
-    parser.add_argument("--kv-mib", type=int, default=256, help="of an own server (%(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="of an own server, 0: all cores (%(default)s)")
+    add_server_arguments(parser, kv_mib=256)
     parser.add_argument("--output", type=Path, default=REPO_ROOT / "out" / "fuzz", help="(%(default)s)")
     return parser
 
@@ -291,14 +285,12 @@ def _processes(pid: int) -> Sequence[int]:
         return ()
 
 
-def _run(args: argparse.Namespace) -> FuzzReport:
+def _report(args: argparse.Namespace) -> FuzzReport:
     if args.url:
         http = host_and_port(args.http_url) if args.http_url else None
         return asyncio.run(fuzz(target_of(args.url, args), http, args.requests, args.seed, unnamed=False))
-    options = server_options(args.engine, args.kv_mib, args.threads, None, args.output / "server.log")
     # Whole chats without an id stay held until they have been idle for so long: nobody can end them.
-    options = replace(options, parameters={**options.parameters, "max_idle_s": str(MAX_IDLE_S)})
-    with TritonServer(options) as server:
+    with own_server(args, max_idle_s=str(MAX_IDLE_S)) as server:
         before = _processes(server.pid)
         http = host_and_port(server.http_url)
         report = asyncio.run(fuzz(target_of(server.grpc_url, args), http, args.requests, args.seed))
@@ -306,24 +298,18 @@ def _run(args: argparse.Namespace) -> FuzzReport:
     return replace(report, same_processes=lives)
 
 
+def run(args: argparse.Namespace) -> int:
+    """The exit code. Raises CommitKVError."""
+    if args.requests < 1:
+        raise ConfigError(f"--requests: got {args.requests}, expected at least 1; pass a larger number")
+    args.output.mkdir(parents=True, exist_ok=True)
+    report = _report(args)
+    (args.output / "report.json").write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+    return verdict("fuzz", f"{text_of(report)}\nwritten: {args.output}/report.json", report.failures)
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        if args.requests < 1:
-            raise ConfigError(f"--requests: got {args.requests}, expected at least 1; pass a larger number")
-        args.output.mkdir(parents=True, exist_ok=True)
-        report = _run(args)
-        (args.output / "report.json").write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
-        print(f"{text_of(report)}\nwritten: {args.output}/report.json")
-        for failure in report.failures:
-            print(f"error: fuzz: {failure}", file=sys.stderr)
-        return 1 if report.failures else 0
-    except CommitKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; an own server is stopped", file=sys.stderr)
-        return 130
+    return exit_code(run, _parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -22,20 +22,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from perf.load.command import ToolError, check_tool, exit_code, own_server
 from perf.load.outcomes import Quantiles, quantiles_ms
 from perf.load.texts import user_message
-from perf.serve import add_engine_arguments, server_options
-from perf.server import MODEL_NAME, REPO_ROOT, TritonInstall, TritonServer, find_triton
-from runtime.errors import CommitKVError, ConfigError
+from perf.serve import add_engine_arguments
+from perf.server import MODEL_NAME, REPO_ROOT, TritonInstall, find_triton
+from runtime.errors import ConfigError
 
 BINARY = REPO_ROOT / ".venv-perf-analyzer" / "bin" / "perf_analyzer"
 NUM_PROMPTS = 32
 # What its binary needs and only the server's wheel has, under names with a hash in them.
 LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
-
-
-class ToolError(CommitKVError):
-    """A tool that is not installed, or that failed."""
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,7 @@ def library_path(install: TritonInstall) -> Iterator[str]:
 
 def call(binary: Path, arguments: Sequence[str], timeout_s: float = 600.0) -> str:
     """Its output. Raises ToolError when it is not there, fails, or takes too long."""
-    if not binary.is_file():
-        raise ToolError(f"perf_analyzer: not found at {binary}; run `make load-tools`, or pass --binary")
+    check_tool("perf_analyzer", binary)
     with library_path(find_triton()) as libraries:
         environment = {**os.environ, **({"LD_LIBRARY_PATH": libraries} if libraries else {})}
         try:
@@ -207,42 +203,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-@contextlib.contextmanager
-def served(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """gRPC and HTTP addresses of an own server, or of the one that --url names (its HTTP address unknown: "")."""
+def _measure_all(args: argparse.Namespace, url: str, points: Sequence[Point]) -> list[Measured]:
+    measured = []
+    for point in points:
+        measured.append(measure(args, url, point))
+        print(f"{point.label}: {measured[-1].requests_per_s:.2f} requests/s", flush=True)
+    return measured
+
+
+def run(args: argparse.Namespace) -> int:
+    """The exit code. Raises CommitKVError."""
+    if args.check:
+        print(call(args.binary, ["--version"]).strip())
+        return 0
+    points = points_of(args)
+    args.output.mkdir(parents=True, exist_ok=True)
+    call(args.binary, ["--version"])  # before a server is started for nothing
     if args.url:
-        yield args.url, ""
-        return
-    options = server_options(args.engine, args.kv_mib, args.threads, None, args.output / "server.log")
-    with TritonServer(options) as server:
-        yield server.grpc_url, server.http_url
+        measured = _measure_all(args, args.url, points)
+    else:
+        with own_server(args) as server:
+            measured = _measure_all(args, server.grpc_url, points)
+    table = markdown(measured)
+    (args.output / "report.json").write_text(json.dumps([asdict(m) for m in measured], indent=1) + "\n", "utf-8")
+    (args.output / "report.md").write_text(table + "\n", encoding="utf-8")
+    print(f"\n{table}\n\nwritten: {args.output}/report.json, report.md, and perf_analyzer's own files")
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        if args.check:
-            print(call(args.binary, ["--version"]).strip())
-            return 0
-        points = points_of(args)
-        args.output.mkdir(parents=True, exist_ok=True)
-        call(args.binary, ["--version"])  # before a server is started for nothing
-        measured = []
-        with served(args) as (url, _):
-            for point in points:
-                measured.append(measure(args, url, point))
-                print(f"{point.label}: {measured[-1].requests_per_s:.2f} requests/s", flush=True)
-        table = markdown(measured)
-        (args.output / "report.json").write_text(json.dumps([asdict(m) for m in measured], indent=1) + "\n", "utf-8")
-        (args.output / "report.md").write_text(table + "\n", encoding="utf-8")
-        print(f"\n{table}\n\nwritten: {args.output}/report.json, report.md, and perf_analyzer's own files")
-    except CommitKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; an own server is stopped", file=sys.stderr)
-        return 130
-    return 0
+    return exit_code(run, _parser().parse_args(argv))
 
 
 if __name__ == "__main__":

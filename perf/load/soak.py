@@ -14,18 +14,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from perf.load.__main__ import add_target_arguments, target_of
+from perf.load.command import add_server_arguments, exit_code, host_and_port, own_server, target_of, verdict
 from perf.load.soak_actions import SoakClient
 from perf.load.turn_stream import Requests, Target
-from perf.serve import DEFAULT_ENGINE, server_options
-from perf.server import REPO_ROOT, TritonServer
-from runtime.errors import CommitKVError, ConfigError
+from perf.server import REPO_ROOT
+from runtime.errors import ConfigError
 
 MIB = 2**20
 RSS_TOLERANCE = 0.03
@@ -191,54 +190,34 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=10.0, help="(%(default)s)")
     parser.add_argument("--clients", type=int, default=8, help="at once (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of what clients do (%(default)s)")
-    parser.add_argument("--url", help="HOST:PORT of a server's gRPC endpoint (start an own one)")
-    parser.add_argument("--http-url", help="with --url: HOST:PORT of its HTTP endpoint, for broken connections")
-    add_target_arguments(parser)
-    parser.add_argument("--engine", type=Path, default=DEFAULT_ENGINE, help="of an own server (%(default)s)")
-    parser.add_argument("--kv-mib", type=int, default=512, help="of an own server (%(default)s)")
-    parser.add_argument("--threads", type=int, default=0, help="of an own server, 0: all cores (%(default)s)")
+    add_server_arguments(parser, kv_mib=512)
     parser.add_argument("--output", type=Path, default=REPO_ROOT / "out" / "soak", help="(%(default)s)")
     return parser
 
 
-def host_and_port(url: str) -> tuple[str, int]:
-    """Raises ConfigError unless it is HOST:PORT."""
-    host, colon, port = url.rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise ConfigError(f"--http-url: got {url!r}, expected HOST:PORT; write it so")
-    return host, int(port)
-
-
-def _run(args: argparse.Namespace) -> tuple[SoakReport, list[Memory]]:
+def _report(args: argparse.Namespace) -> tuple[SoakReport, list[Memory]]:
     options = SoakOptions(60 * args.minutes, args.clients, args.seed)
     if args.url:
         http = host_and_port(args.http_url) if args.http_url else None
         return asyncio.run(soak(target_of(args.url, args), options, http))
-    own = server_options(args.engine, args.kv_mib, args.threads, None, args.output / "server.log")
-    with TritonServer(own) as server:
-        options = SoakOptions(60 * args.minutes, args.clients, args.seed, server_pid=server.pid)
+    with own_server(args) as server:
+        options = replace(options, server_pid=server.pid)
         return asyncio.run(soak(target_of(server.grpc_url, args), options, host_and_port(server.http_url)))
 
 
+def run(args: argparse.Namespace) -> int:
+    """The exit code. Raises CommitKVError."""
+    if not 0 < args.minutes < float("inf") or args.clients < 1:
+        raise ConfigError(f"--minutes, --clients: got {args.minutes:g} and {args.clients}, expected more than 0")
+    args.output.mkdir(parents=True, exist_ok=True)
+    report, memory = _report(args)
+    (args.output / "report.json").write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
+    _plot(args.output / "memory.png", memory)
+    return verdict("soak", f"{text_of(report)}\nwritten: {args.output}/report.json, memory.png", report.failures)
+
+
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        if not 0 < args.minutes < float("inf") or args.clients < 1:
-            raise ConfigError(f"--minutes, --clients: got {args.minutes:g} and {args.clients}, expected more than 0")
-        args.output.mkdir(parents=True, exist_ok=True)
-        report, memory = _run(args)
-        (args.output / "report.json").write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
-        _plot(args.output / "memory.png", memory)
-        print(f"{text_of(report)}\nwritten: {args.output}/report.json, memory.png")
-        for failure in report.failures:
-            print(f"error: soak: {failure}", file=sys.stderr)
-        return 1 if report.failures else 0
-    except CommitKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("\ninterrupted; an own server is stopped", file=sys.stderr)
-        return 130
+    return exit_code(run, _parser().parse_args(argv))
 
 
 if __name__ == "__main__":

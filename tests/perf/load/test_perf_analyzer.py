@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from perf.load.command import ToolError
 from perf.load.perf_analyzer import (
     LIBRARIES,
     Point,
-    ToolError,
     input_data,
     library_path,
     main,

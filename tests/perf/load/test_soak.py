@@ -13,8 +13,8 @@ from fuzz_engine import as_input_tensor
 from perf.client import tensor
 from perf.load.fuzz_cases import FuzzTensor
 from perf.load.misuse import BAD_REQUESTS
-from perf.load.soak import SoakReport, host_and_port, main, text_of
-from runtime.errors import ConfigError, RequestError
+from perf.load.soak import SoakReport, main, text_of
+from runtime.errors import RequestError
 from runtime.serving.contract import EndCall, Origin, StatsCall, TurnCall, parse_call
 from runtime.serving.tensors import InputTensor
 
@@ -62,13 +62,6 @@ def test_a_soak_fails_for_each_fault_alone(changes: dict[str, object], part: str
 def test_the_report_says_what_was_done_and_seen() -> None:
     text = text_of(replace(GOOD, num_problems=1, problems=("overlap: both were refused",)))
     assert "9 take_turn" in text and "overlap: both were refused" in text and "+2.00%" in text
-
-
-def test_addresses_have_a_host_and_a_port() -> None:
-    assert host_and_port("127.0.0.1:8000") == ("127.0.0.1", 8000)
-    for bad in ("8000", "host:", "host:http"):
-        with pytest.raises(ConfigError, match="HOST:PORT"):
-            host_and_port(bad)
 
 
 @pytest.mark.parametrize("arguments", [["--minutes", "0"], ["--minutes", "nan"], ["--clients", "0"]])
