@@ -15,16 +15,13 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from perf.server import REPO_ROOT, ServerStartError, free_ports
+from perf.server import REPO_ROOT, ServerStartError, free_ports, wait_for
 
 DEPLOY = REPO_ROOT / "runtime" / "deploy"
 HOST = "127.0.0.1"
@@ -181,14 +178,10 @@ class Proxy:
 
     def _wait_ready(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + START_TIMEOUT_S
         # Envoy is ready when it has asked every replica for its health once; nginx when it answers at all.
         url = f"http://{self.http_url}/nothing" if self.kind == "nginx" else f"http://{HOST}:{self._ports[0]}/ready"
-        while time.monotonic() < deadline and self._process.poll() is None:
-            if _status(url) in (200, 404):
-                return
-            time.sleep(0.05)
-        raise ServerStartError(f"{self.kind}: did not start; its log ends:\n{self.log_excerpt()}")
+        if not wait_for(self._process, url, (200, 404), START_TIMEOUT_S):
+            raise ServerStartError(f"{self.kind}: did not start; its log ends:\n{self.log_excerpt()}")
 
     def log_excerpt(self, num_chars: int = 3000) -> str:
         assert self._directory is not None
@@ -211,14 +204,3 @@ class Proxy:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.stop()
-
-
-def _status(url: str) -> int | None:
-    """HTTP status of a GET, or None when nobody answers."""
-    try:
-        with urllib.request.urlopen(url, timeout=2) as reply:
-            return int(reply.status)
-    except urllib.error.HTTPError as error:
-        return error.code
-    except OSError:
-        return None

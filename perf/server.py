@@ -22,7 +22,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,7 @@ MODEL_NAME = "tensorrt_llm"
 KILL_AFTER_S = 10.0
 TENANT_HEADER = "^commitkv[-_]tenant([-_][0-9a-z]+)?$"
 MODEL_POLL_S = 0.5
+POLL_S = 0.1  # until something that was started is ready
 
 
 class ServerStartError(CommitKVError):
@@ -278,7 +279,7 @@ class TritonServer:
         stubs = psutil.Process(self.pid).children()
         while not self._stopping.wait(MODEL_POLL_S) and self.returncode is None:
             # A server that was told to stop ends its model itself, and no longer calls it ready.
-            if not all(map(_lives, stubs)) and _answers(self._model_ready_url):
+            if not all(map(_lives, stubs)) and http_status(self._model_ready_url) == 200:
                 self.model_died = True
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self.pid, signal.SIGKILL)
@@ -290,19 +291,14 @@ class TritonServer:
 
     def _wait_ready(self) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + self.options.ready_timeout_s
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise ServerStartError(
-                    f"Triton server: ended with code {self._process.returncode} before it was ready:\n"
-                    f"{self.log_excerpt()}"
-                )
-            if _answers(self._model_ready_url):
-                return
-            time.sleep(0.1)
-        raise ServerStartError(
-            f"Triton server: not ready after {self.options.ready_timeout_s:g} s; its log ends:\n{self.log_excerpt()}"
-        )
+        timeout_s = self.options.ready_timeout_s
+        if wait_for(self._process, self._model_ready_url, (200,), timeout_s):
+            return
+        code = self._process.returncode
+        why = f"not ready after {timeout_s:g} s; its log ends"
+        if code is not None:
+            why = f"ended with code {code} before it was ready"
+        raise ServerStartError(f"Triton server: {why}:\n{self.log_excerpt()}")
 
     def log_excerpt(self, num_lines: int = 25) -> str:
         """Why the model did not load, if the log says so; else its end, without tables and GPU complaints."""
@@ -363,9 +359,22 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def _answers(url: str) -> bool:
+def http_status(url: str) -> int | None:
+    """Of a GET; None when nobody answers."""
     try:
         with urllib.request.urlopen(url, timeout=2) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
+            return int(reply.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def wait_for(process: subprocess.Popen[bytes], url: str, statuses: Sequence[int], timeout_s: float) -> bool:
+    """Until a GET of `url` has one of `statuses`. False: the process ended first, or the time is over."""
+    deadline = time.monotonic() + timeout_s
+    while process.poll() is None and time.monotonic() < deadline:
+        if http_status(url) in statuses:
+            return True
+        time.sleep(POLL_S)
+    return False

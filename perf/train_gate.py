@@ -15,34 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
-from perf.serve import DEFAULT_ENGINE
-from perf.workload import CONVERSATIONS, Conversation, load_conversation
+from perf.train_parts import Tracer, add_trace_arguments, check_arguments, exit_code, save_weights
+from perf.workload import Conversation, load_conversation
 from plugins.commit.gate import POSITION_UNIT, GateWeights, gate_logits
 from plugins.commit.line import staged_kv, staged_scores
-from plugins.memory import KvMemory
-from runtime import manifest as manifests
-from runtime.config import RuntimeConfig
-from runtime.engine import Engine
-from runtime.errors import CommitKVError, ConfigError
 from runtime.gates import GATES_DIR
-from runtime.kv_manager import KvManager
-from runtime.kv_state import ConversationKv
-from runtime.paged_executor import PagedExecutor
-from runtime.policy.base import Policy, Schedule
 from runtime.policy.check import base_name
-from runtime.policy.registry import ALL_POLICIES
-from runtime.request import ErrorEvent, Request, SamplingParams
-from runtime.wiring import load_parts
 
-TRACE = Policy(
-    name="trace",
-    score="both",
-    schedule=Schedule(min_tokens=256, on_idle=False, every_steps=0, at_watermark=False),
-)
-"""Stages and re-reads as commitkv does and never commits, so that every token's score can be read."""
 HOLDOUT_RUN, HOLDOUT_EVERY = 64, 5
 THRESHOLDS = (0.4, 0.7)
 
@@ -79,62 +60,24 @@ class Judgement:
     recall: tuple[float, ...]
 
 
-class Tracer:
-    """An engine that holds conversations under TRACE and reads what its arenas recorded."""
-
-    def __init__(self, engine_dir: Path, kv_mib: int) -> None:
-        parts = load_parts(engine_dir, RuntimeConfig(kv_memory_bytes=kv_mib << 20))
-        assert isinstance(parts.executor, PagedExecutor)
-        ALL_POLICIES[TRACE.name] = TRACE  # of this process, so that a request can name it
-        self.spec = parts.spec
-        self._max_tokens = parts.limits.max_seq_len
-        self._engine, self._manager = Engine(parts), parts.manager
-        self._memory: KvMemory = parts.executor._memory_of("")
+class GateTracer(Tracer):
+    """A tracer that keeps scores."""
 
     def trace(self, conversation: Conversation, max_tokens: int) -> Trace:
         """What was recorded of a conversation with answers of `max_tokens`."""
-        trace = self._read(self._hold(conversation, max_tokens), self._manager)
-        self._end()
-        return trace
-
-    def _hold(self, conversation: Conversation, max_tokens: int) -> ConversationKv:
-        """Holds the conversation, as far as the engine's length allows; its cache stays until `_end`."""
-        system = conversation.system
-        for i, turn in enumerate(conversation.turns):
-            sampling = SamplingParams(max_tokens=min(turn.max_tokens, max_tokens))
-            self._turn(Request(f"turn-{i}", turn.text, sampling, "c", system_prompt=system, policy=TRACE.name))
-            system = None
-            if self._engine.kv_stats("c").active + self._engine.kv_stats("c").staged > 0.8 * self._max_tokens:
-                break
-        return self._manager[self._engine.conversation("c").handle]
-
-    def _end(self) -> None:
-        self._engine.end_conversation("c")
-        self._rest()
-
-    def _read(self, kv: ConversationKv, manager: KvManager) -> Trace:
+        kv = self._hold(conversation, max_tokens)
         slots: list[int] = []
         positions: list[int] = []
         for page in kv.staged_pages():
             for offset, position in enumerate(page.positions):
                 if not kv.is_protected(position):
-                    slots.append(page.page_id * manager.page_tokens + offset)
+                    slots.append(page.page_id * kv.page_tokens + offset)
                     positions.append(position)
         where = torch.tensor(slots, dtype=torch.int64)
         kv_tokens = staged_kv(self._memory, where).half()
-        return Trace(kv_tokens, torch.tensor(positions), staged_scores(self._memory, where))
-
-    def _turn(self, request: Request) -> None:
-        self._engine.submit(request)
-        self._rest()
-
-    def _rest(self) -> None:
-        worked = True
-        while worked:
-            events, worked = self._engine.step()
-            for event in events:
-                if isinstance(event, ErrorEvent):
-                    raise event.error
+        trace = Trace(kv_tokens, torch.tensor(positions), staged_scores(self._memory, where))
+        self._end()
+        return trace
 
 
 def make_samples(traces: list[Trace], keep: float) -> Samples:
@@ -193,50 +136,30 @@ def _auc(p: torch.Tensor, labels: torch.Tensor) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m perf.train_gate", description="Trains the scorer of gated R-KV.")
+    add_trace_arguments(parser, "conversations as JSONL (default: the shipped ones)")
     add = parser.add_argument
-    add("--engine", type=Path, default=DEFAULT_ENGINE, help="engine directory (%(default)s)")
-    add("--data", type=Path, nargs="+", default=sorted(CONVERSATIONS.glob("*.jsonl")), help="conversations as JSONL "
-        "(default: the shipped ones)")  # fmt: skip
     add("--keep", type=float, default=0.35, help="share of all entries labelled as worth keeping (%(default)s)")
-    add("--max-tokens", type=int, default=16, help="tokens of an answer (%(default)s)")
     add("--steps", type=int, default=300, help="optimizer steps (%(default)s)")
     add("--decay", type=float, default=3e-4, help="weight decay (%(default)s)")
-    add("--kv-mib", type=int, default=1024, help="KV memory in MiB (%(default)s)")
     add("--output", type=Path, help=f"file to write (default: {GATES_DIR.name}/<model>.safetensors)")
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Raises CommitKVError."""
-    for name, good, expected in (
-        ("keep", 0 < args.keep < 1, "a share between 0 and 1"),
-        ("max-tokens", args.max_tokens >= 0, "0 or more"),
-        ("steps", args.steps >= 1, "at least 1"),
-        ("decay", args.decay >= 0, "0 or more"),
-        ("kv-mib", args.kv_mib >= 1, "at least 1"),
-    ):
-        if not good:
-            raise ConfigError(f"--{name}: got {getattr(args, name.replace('-', '_'))}, expected {expected}")
+    check_arguments(args, ("decay", args.decay >= 0, "0 or more"))
     started = time.monotonic()
     conversations = [load_conversation(path) for path in args.data]
-    tracer = Tracer(args.engine, args.kv_mib)
-    model = base_name(manifests.load(args.engine, verify=False).model.name)
+    tracer = GateTracer(args.engine, args.kv_mib)
     traces = [tracer.trace(c, args.max_tokens) for c in tqdm(conversations, unit="conversation", file=sys.stdout)]
     samples = make_samples(traces, args.keep)
     traced = time.monotonic()
     weights = train(samples, args.steps, args.decay)
     found = judge(samples, weights)
-    spec, path = tracer.spec, args.output or GATES_DIR / f"{model}.safetensors"
-    facts = {
-        "model": model,
-        "layers": str(spec.num_layers),
-        "kv_heads": str(spec.num_kv_heads),
-        "head_dim": str(spec.head_dim),
-        "tokens": str(samples.positions.shape[0]),
-        "held_out_auc": f"{found.auc:.3f}",
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({"weight": weights.weight, "bias": weights.bias}, path, metadata=facts)
+    path = args.output or GATES_DIR / f"{base_name(tracer.spec.name)}.safetensors"
+    tensors = {"weight": weights.weight, "bias": weights.bias}
+    facts = {"tokens": str(samples.positions.shape[0]), "held_out_auc": f"{found.auc:.3f}"}
+    save_weights(path, tracer.spec, tensors, **facts)
     for threshold, kept, recall in zip(THRESHOLDS, found.kept, found.recall, strict=True):
         print(f"p > {threshold}: keeps {kept:.3f} of the held-out entries, {recall:.3f} of those worth keeping")
     print(
@@ -246,13 +169,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        run(args)
-    except CommitKVError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(run, _parser().parse_args(argv))
 
 
 if __name__ == "__main__":

@@ -17,19 +17,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
-from perf.serve import DEFAULT_ENGINE
-from perf.train_gate import Tracer
-from perf.workload import CONVERSATIONS, Conversation, load_conversation
+from perf.train_parts import Tracer, add_trace_arguments, check_arguments, exit_code, save_weights
+from perf.workload import Conversation, load_conversation
 from plugins.attend.params import AttendForm, AttendStep, StepTables
 from plugins.commit.components import part_by_components
 from plugins.commit.entries import TINY_WEIGHT, Entries
 from plugins.commit.line import staged_kv, staged_scores
 from plugins.commit.merger import MergeWeights, merge_weights
 from plugins.memory import KvMemory
-from runtime.errors import CommitKVError, ConfigError
 from runtime.executor_torch import TorchExecutor
 from runtime.gates import GATES_DIR
 from runtime.policy.check import base_name
@@ -238,31 +235,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m perf.train_merge", description="Trains the network that merges spans into super tokens."
     )
+    data_help = "conversations as JSONL, two or more; the last is held out (default: the shipped ones)"
+    add_trace_arguments(parser, data_help)
     add = parser.add_argument
-    add("--engine", type=Path, default=DEFAULT_ENGINE, help="engine directory (%(default)s)")
-    add("--data", type=Path, nargs="+", default=sorted(CONVERSATIONS.glob("*.jsonl")), help="conversations as JSONL, "
-        "two or more; the last is held out (default: the shipped ones)")  # fmt: skip
     add("--keep", type=float, default=0.35, help="share of all older entries above the line (%(default)s)")
-    add("--max-tokens", type=int, default=16, help="tokens of an answer (%(default)s)")
     add("--hidden", type=int, default=6, help="width of each network (%(default)s)")
     add("--steps", type=int, default=600, help="optimizer steps, each over a sixth of SmolLM2's heads (%(default)s)")
-    add("--kv-mib", type=int, default=1024, help="KV memory in MiB (%(default)s)")
     add("--output", type=Path, help=f"file to write (default: {GATES_DIR.name}/<model>.merge.safetensors)")
     return parser
 
 
 def run(args: argparse.Namespace) -> None:
     """Raises CommitKVError."""
-    for name, good, expected in (
+    check_arguments(
+        args,
         ("data", len(args.data) >= 2, "two files or more, the last to be held out"),
-        ("keep", 0 < args.keep < 1, "a share between 0 and 1"),
-        ("max-tokens", args.max_tokens >= 0, "0 or more"),
         ("hidden", 1 <= args.hidden <= 64, "1 to 64"),
-        ("steps", args.steps >= 1, "at least 1"),
-        ("kv-mib", args.kv_mib >= 1, "at least 1"),
-    ):
-        if not good:
-            raise ConfigError(f"--{name}: got {getattr(args, name.replace('-', '_'))}, expected {expected}")
+    )
     started = time.monotonic()
     conversations = [load_conversation(path) for path in args.data]
     tracer = QueryTracer(args.engine, args.kv_mib)
@@ -274,7 +263,8 @@ def run(args: argparse.Namespace) -> None:
     }
     weights = train({row: spans for row, spans in made.items() if spans}, rows, args.hidden, args.steps)
     path = args.output or GATES_DIR / f"{base_name(tracer.spec.name)}.merge.safetensors"
-    _save(path, tracer, weights)
+    tensors = {name: getattr(weights, name).half().contiguous() for name in ("hidden", "offset", "out", "score")}
+    save_weights(path, tracer.spec, tensors)
     print(f"error of attention's output on {conversations[-1].name}, held out\n| span | {' | '.join(WAYS)} |")
     print("|---" * (1 + len(WAYS)) + "|")
     with torch.inference_mode():
@@ -285,23 +275,8 @@ def run(args: argparse.Namespace) -> None:
     print(f"traces {traced - started:.0f} s, training {time.monotonic() - traced:.0f} s; written: {path}")
 
 
-def _save(path: Path, tracer: QueryTracer, weights: MergeWeights) -> None:
-    spec = tracer.spec
-    facts = {"model": base_name(spec.name), "layers": str(spec.num_layers), "kv_heads": str(spec.num_kv_heads),
-             "head_dim": str(spec.head_dim)}  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: getattr(weights, name).half().contiguous() for name in ("hidden", "offset", "out", "score")}
-    save_file(tensors, path, metadata=facts)
-
-
 def main(argv: list[str] | None = None) -> int:
-    args = _parser().parse_args(argv)
-    try:
-        run(args)
-    except CommitKVError as error_:
-        print(f"error: {error_}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(run, _parser().parse_args(argv))
 
 
 if __name__ == "__main__":
