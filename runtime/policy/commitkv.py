@@ -9,7 +9,7 @@ POLICY = Policy(
     name="commitkv",
     budget_ratio=0.35,
     block_format="k8v4",
-    score="probe",
+    score="norm",
     absorb_gate=0.35,
-    schedule=Schedule(reread_growth=1.5),
+    schedule=Schedule(recent_tokens=32, reread_growth=1.5),
 )
