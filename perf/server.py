@@ -338,6 +338,10 @@ class TritonServer:
             self._directory = None
 
     def __enter__(self) -> Self:
+        """Where nobody handles SIGTERM, it ends the block like Ctrl-C from now on: the server would outlive us."""
+        unhandled = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if unhandled and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self.start()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:

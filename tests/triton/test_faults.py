@@ -139,3 +139,19 @@ def test_conversations_outlive_the_model_and_the_server(served: Served) -> None:
     assert sum("starting again in" in line for line in served.lines) == 2
     assert served.stop() == 0
     assert not psutil.pid_exists(served.process.pid)
+
+
+def test_a_terminated_command_takes_its_server_along(tiny_engine_dir: Path) -> None:
+    """`timeout 60 make load` must not leave a server behind."""
+    script = (
+        "import time; from pathlib import Path; from perf.serve import server_options; from perf.server import TritonServer\n"
+        f"with TritonServer(server_options(Path({str(tiny_engine_dir)!r}), 64, 1, None, None)) as server:\n"
+        "    print(server.pid, flush=True); time.sleep(600)\n"
+    )
+    command = subprocess.Popen([sys.executable, "-c", script], cwd=REPO_ROOT, stdout=subprocess.PIPE, text=True)
+    assert command.stdout is not None
+    server = psutil.Process(int(command.stdout.readline()))
+    family = [server, *server.children(recursive=True)]
+    command.terminate()
+    assert command.wait(TOLD_S) != 0
+    assert not psutil.wait_procs(family, timeout=TOLD_S)[1]
