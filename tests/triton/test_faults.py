@@ -144,7 +144,8 @@ def test_conversations_outlive_the_model_and_the_server(served: Served) -> None:
 def test_a_terminated_command_takes_its_server_along(tiny_engine_dir: Path) -> None:
     """`timeout 60 make load` must not leave a server behind."""
     script = (
-        "import time; from pathlib import Path; from perf.serve import server_options; from perf.server import TritonServer\n"
+        "import time; from pathlib import Path\n"
+        "from perf.serve import server_options; from perf.server import TritonServer\n"
         f"with TritonServer(server_options(Path({str(tiny_engine_dir)!r}), 64, 1, None, None)) as server:\n"
         "    print(server.pid, flush=True); time.sleep(600)\n"
     )
