@@ -197,7 +197,8 @@ def _total(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
 
 def _norm(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
     """weights [m, rows * group, n] -> Euclidean norm over recorded rows and the group [m, n]."""
-    return torch.linalg.vector_norm(_by_row(weights, recorded), dim=(1, 2))
+    norms: torch.Tensor = torch.linalg.vector_norm(_by_row(weights, recorded), dim=(1, 2))
+    return norms
 
 
 def _by_row(weights: torch.Tensor, recorded: torch.Tensor) -> torch.Tensor:
