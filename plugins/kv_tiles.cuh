@@ -47,6 +47,7 @@ struct KvArgs {
 struct Tile {
   int sequence, head, first_row, num_rows, first_unit, num_units, page_units, position, page_tokens;
   int first_split, num_splits, logits;
+  bool squares;  // weights of its rows are added up by their squares (RECORD_SQUARES)
 };
 
 HW_DEVICE Tile load_tile(const int32_t *tiles, int i) {
@@ -55,11 +56,20 @@ HW_DEVICE Tile load_tile(const int32_t *tiles, int i) {
 #pragma unroll
   for (int n = 0; n < TILE_INTS / 4; ++n) f[n] = load(from + n);
 #define TILE_FIELD(n) f[(n) / 4][(n) % 4]
+  const int split = TILE_FIELD(TILE_FIRST_SPLIT);
   return {TILE_FIELD(TILE_SEQUENCE),    TILE_FIELD(TILE_HEAD),       TILE_FIELD(TILE_FIRST_ROW),
           TILE_FIELD(TILE_NUM_ROWS),    TILE_FIELD(TILE_FIRST_UNIT), TILE_FIELD(TILE_NUM_UNITS),
           TILE_FIELD(TILE_PAGE_UNITS),  TILE_FIELD(TILE_POSITION),   TILE_FIELD(TILE_PAGE_TOKENS),
-          TILE_FIELD(TILE_FIRST_SPLIT), TILE_FIELD(TILE_NUM_SPLITS), TILE_FIELD(TILE_LOGITS)};
+          split < 0 ? ~split : split,   TILE_FIELD(TILE_NUM_SPLITS), TILE_FIELD(TILE_LOGITS),
+          split < 0};
 #undef TILE_FIELD
+}
+
+// What `place` becomes when weights join it whose squares add up to `sum`: the norm of all; infinite places stay so.
+// A plain write, since one thread of a launch has the place: a sequence's (head, unit) is in one tile of those that
+// record, and sequences that share pages or blocks must not add squares in one launch (one probe runs at a time).
+HW_DEVICE void add_squares(Fp16 *place, float before, float sum) {
+  store(place, from_float<Fp16>(fast_sqrt(before * before + sum)));
 }
 
 // ---- the ring

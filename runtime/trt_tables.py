@@ -72,7 +72,7 @@ class StepPacker:
             "page_starts": tables.page_starts,
             "page_ids": self._pad("P", tables.page_ids, -1),
             "page_lens": self._pad("P", tables.page_lens, 0),
-            "record": tables.record.bool(),
+            "record": tables.record.bool(),  # whether squares are added up is said by the tiles
             "record_skip": tables.record_skip,
         }
         step["tiles"] = self._pad("X", self._tiles(tables), 0)
@@ -90,8 +90,9 @@ class StepPacker:
                 )
             if RECORD_SUM in rows.record:
                 raise ConfigError(
-                    "score: got a policy that adds attention weights up (h2o), expected one that compares them, which "
-                    "is what this engine's plugin records; choose another policy, or run it on a torch engine"
+                    "score: got a policy that adds attention weights up (h2o), expected one that compares them or adds "
+                    "their squares up, which is what this engine's plugin records; choose another policy, or run it "
+                    "on a torch engine"
                 )
 
     def _bucket(self, name: str, size: int) -> int:

@@ -290,7 +290,11 @@ HW_KERNEL(attend_combine, AttendArgs, COMBINE_THREADS, 4) {
     }
     if (!records) continue;
     block_sync();
-    record_tile(p, t, row_lse);
+    if (t.squares) {
+      record_tile<true>(p, t, row_lse);
+    } else {
+      record_tile<false>(p, t, row_lse);
+    }
     block_sync();
   }
 }

@@ -84,20 +84,28 @@ HW_DEVICE Fp16 *place_of(const AttendArgs &p, const Tile &t, int unit, int key) 
 }
 
 // Raises `seen` and `score` of the tile's keys. lse: of its rows, in log2, +inf for rows that do not record or saw
-// nothing.
+// nothing. SQUARES: adds squares up; no other tile of the launch has these keys.
+template <bool SQUARES>
 HW_DEVICE void record_tile(const AttendArgs &p, const Tile &t, Shared<float> lse) {
   const int keys = t.num_units * UNIT_KEYS, rows = t.num_rows * p.kv.group;
   const float *logits = p.logits + static_cast<int64_t>(t.logits) * STEP_KEYS;
   for (int key = thread(); key < keys; key += num_threads()) {
     Fp16 *place = place_of(p, t, t.first_unit + key / UNIT_KEYS, key % UNIT_KEYS);
     if (place == nullptr) continue;
-    float most = -infinity();
+    float found = SQUARES ? 0.0f : -infinity();
     for (int m = 0; m < rows; ++m) {
       const float above = lse.load(m);
-      if (above < infinity()) most = max_of(most, load(logits + static_cast<int64_t>(m) * keys + key) - above);
+      if (above < infinity()) {
+        const float weight = load(logits + static_cast<int64_t>(m) * keys + key) - above;  // in log2
+        found = SQUARES ? found + fast_exp2(2.0f * weight) : max_of(found, weight);
+      }
     }
-    const float weight = fast_exp2(most);
-    if (weight > 0.0f) atomic_max(place, weight);
+    if constexpr (SQUARES) {
+      if (found > 0.0f) add_squares(place, to_float(load(place)), found);
+    } else {
+      const float weight = fast_exp2(found);
+      if (weight > 0.0f) atomic_max(place, weight);
+    }
   }
 }
 

@@ -10,7 +10,8 @@ Blocks themselves are never written.
 Where `record` is RECORD_SUM, in all recorded rows of a sequence, weights are added up instead: x = x + the sum over
 rows of the mean over the group's query heads. Only the torch form and the reference know it; executors run it then.
 Where it is RECORD_SQUARES, again in all recorded rows, squares are added up: x = sqrt(x^2 + the sum of weight^2 over
-rows and query heads), the Euclidean norm of all that was recorded there.
+rows and query heads), the Euclidean norm of all that was recorded there. Two such sequences of one call must have no
+page or block in common: kernels write these sums without atomics.
 
 What a row reads among the newest `record_skip` page tokens up to and including itself is not recorded. Heads that
 look at their neighbourhood give every token a large weight when it is new, which says nothing about whether it is

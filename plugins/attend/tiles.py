@@ -6,11 +6,15 @@ per block of the launch, at the nearest units; a tile is a piece of one group wi
 same number of bytes however unequal heads and conversations are, and a layer has at most groups + ranges tiles. All of
 it is int64 arithmetic on host tensors, a few dozen operations whatever the batch.
 
+Rows that `score` adds up (RECORD_SQUARES) are one group however many they are: it passes over their tile several times,
+query_rows at a time. So every key is in one tile of a launch, and what is added to it comes in an order that neither
+the ranges nor chance decide. In `attend` those of a sequence that fits a small tile are one group anyway.
+
 A tile is TILE_FIELDS of plugins.kv_tiles, int32:
     sequence, head, first_row, num_rows   first_row: in q (attend) or in the list of scored rows (score)
     first_unit, num_units, page_units     units of the group below page_units are pages, the others blocks
     position, page_tokens                 page tokens of the sequence before the first unit, and in all
-    first_split, num_splits               the group's tiles
+    first_split, num_splits               the group's tiles; ~first_split where squares of weights are added up
     logits                                where attend keeps logits for recording, in 16 floats; -1: it does not
 """
 
@@ -20,7 +24,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from plugins.attend.params import LayerBlocks, StepTables
+from plugins.attend.params import RECORD_SQUARES, LayerBlocks, StepTables
 from plugins.kv_tiles import STEP_KEYS, TILE_FIELDS, KvShape
 
 MIN_RANGE_BYTES = 32768  # a block is not started for less: a piece costs its share of the merge
@@ -28,7 +32,7 @@ MIN_RANGE_BYTES = 32768  # a block is not started for less: a piece costs its sh
 
 @dataclass(frozen=True)
 class TilePlan:
-    """query_rows: of a tile, query heads counted. num_ranges: blocks of the launch."""
+    """query_rows: of a tile, or of a pass over it; query heads counted. num_ranges: blocks of the launch."""
 
     shape: KvShape
     kv_heads: int
@@ -68,7 +72,7 @@ class RowTable:
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """One entry per group, the same in every layer; page_units: those that its last row sees."""
+    """One entry per group, the same in every layer; page_units: those that its last row sees; squares: of its rows."""
 
     sequence: torch.Tensor
     head: torch.Tensor
@@ -76,6 +80,7 @@ class _Groups:
     num_rows: torch.Tensor
     page_units: torch.Tensor
     records: torch.Tensor
+    squares: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +136,7 @@ def recorded_rows(tables: StepTables, of: torch.Tensor | None = None) -> RowTabl
     recorded = tables.record.bool()
     if of is not None:
         recorded = recorded & torch.repeat_interleave(of, starts.diff())
-    before = torch.cat([starts.new_zeros(1), recorded.long().cumsum(0)])[starts]
+    before = _counted(recorded)[starts]
     return RowTable(before[:-1], before.diff(), recorded.nonzero()[:, 0])
 
 
@@ -173,7 +178,7 @@ def _build(tables: StepTables, groups: _Groups, plan: TilePlan, positions: torch
     if groups.sequence.shape[0] == 0:
         return _empty(tables, plan)
     block_units = tables.blocks.starts.long().diff(dim=1)[:, groups.sequence * plan.kv_heads + groups.head]
-    cuts = _cut(groups.page_units, block_units, plan)
+    cuts = _cut(groups, block_units, plan)
     return _list(tables, groups, plan, positions, cuts)
 
 
@@ -190,19 +195,34 @@ def _positions(tables: StepTables) -> torch.Tensor:
 
 
 def _groups(tables: StepTables, rows: RowTable, plan: TilePlan, positions: torch.Tensor) -> _Groups:
-    step = plan.rows_per_tile
-    tiles_of = -(-rows.count // step)
+    squares = _squaring(tables)
+    most = torch.full_like(rows.count, plan.rows_per_tile)
+    if rows.rows is not None:
+        most = torch.where(squares, rows.count.clamp(min=1), most)
+    tiles_of = -(-rows.count // most)
     sequence = torch.repeat_interleave(tiles_of)
     part = torch.arange(sequence.shape[0]) - (tiles_of.cumsum(0) - tiles_of)[sequence]
-    first = rows.first[sequence] + part * step
-    num_rows = (rows.count[sequence] - part * step).clamp(max=step)
+    before, step = part * most[sequence], most[sequence]
+    first, num_rows = rows.first[sequence] + before, torch.minimum(rows.count[sequence] - before, step)
     page_units = _visible_units(tables, plan, positions, (sequence, first + num_rows - 1, rows.rows))
-    marks = torch.cat([torch.zeros(1, dtype=torch.int64), (tables.record != 0).long().cumsum(0)])
+    marks = _counted(tables.record != 0)
     records = marks[first + num_rows] > marks[first] if rows.keep_logits else torch.zeros_like(first, dtype=torch.bool)
-    per_row = (sequence, first, num_rows, page_units, records)
-    sequence, first, num_rows, page_units, records = (torch.repeat_interleave(x, plan.kv_heads) for x in per_row)
-    head = torch.arange(plan.kv_heads).repeat(part.shape[0])
-    return _Groups(sequence, head, first, num_rows, page_units, records)
+    per_row = (sequence, first, num_rows, page_units, records, squares[sequence])
+    sequence, *rest = (torch.repeat_interleave(x, plan.kv_heads) for x in per_row)
+    return _Groups(sequence, torch.arange(plan.kv_heads).repeat(part.shape[0]), *rest)
+
+
+def _squaring(tables: StepTables) -> torch.Tensor:
+    """Which sequences add squares up [S] bool."""
+    added = tables.record == RECORD_SQUARES
+    if not bool(added.any()):
+        return torch.zeros(tables.row_starts.shape[0] - 1, dtype=torch.bool)
+    return _counted(added)[tables.row_starts.long()].diff() > 0
+
+
+def _counted(flags: torch.Tensor) -> torch.Tensor:
+    """[n + 1]: how many of the first i flags are set."""
+    return torch.cat([torch.zeros(1, dtype=torch.int64), flags.long().cumsum(0)])
 
 
 def _visible_units(
@@ -233,17 +253,18 @@ class _Cuts:
     num_units: torch.Tensor
 
 
-def _cut(page_units: torch.Tensor, block_units: torch.Tensor, plan: TilePlan) -> _Cuts:
+def _cut(groups: _Groups, block_units: torch.Tensor, plan: TilePlan) -> _Cuts:
+    page_units, passes = groups.page_units, -(-groups.num_rows // plan.rows_per_tile)
     page_cost = plan.shape.unit_pages * plan.shape.page_bytes
     block_cost = plan.shape.block.block_bytes
     num_units = page_units + block_units
     group_start = _starts(num_units.clamp(min=1))  # an empty group takes a place, so that it gets a tile
-    cost_start = _starts((page_units * page_cost + block_units * block_cost).clamp(min=1))
+    cost_start = _starts(((page_units * page_cost + block_units * block_cost) * passes).clamp(min=1))
     total = cost_start[:, -1:]
     num_ranges = (total // plan.min_range_bytes).clamp(1, plan.num_ranges)
     bound = torch.minimum(torch.arange(plan.num_ranges + 1) * total // num_ranges, total)
     group = (torch.searchsorted(cost_start, bound, right=True) - 1).clamp(max=num_units.shape[1] - 1)
-    inside = bound - cost_start.gather(1, group)
+    inside = (bound - cost_start.gather(1, group)) // passes[group]
     pages = page_units.expand_as(num_units).gather(1, group)
     in_pages = (inside + page_cost // 2) // page_cost
     in_blocks = pages + (inside - pages * page_cost + block_cost // 2) // block_cost
@@ -275,7 +296,8 @@ def _list(tables: StepTables, groups: _Groups, plan: TilePlan, positions: torch.
     logits, num_logits = _logit_places(layer, num_units * num_rows * plan.shape.group, groups.records[group], plan)
     columns = (
         sequence, groups.head[group], groups.first_row[group], num_rows, first_unit, num_units, page_units,
-        positions[first_page] - positions[begin], positions[last] - positions[begin], first_split, splits, logits,
+        positions[first_page] - positions[begin], positions[last] - positions[begin],
+        torch.where(groups.squares[group], ~first_split, first_split), splits, logits,
     )  # fmt: skip
     tiles = torch.zeros((real.shape[0], width, len(TILE_FIELDS)), dtype=torch.int32)
     tiles[layer, index] = torch.stack(columns, dim=1).int()

@@ -67,6 +67,7 @@ inline float inverse_sqrt(float x) { return 1.0f / std::sqrt(x); }
 inline float fast_max(float a, float b) { return std::fmax(a, b); }
 inline float fast_exp2(float x) { return std::exp2(x); }
 inline float fast_log2(float x) { return std::log2(x); }
+inline float fast_sqrt(float x) { return std::sqrt(x); }
 
 // Selects four of the eight bytes of b:a, a nibble of the selector each; bit 3 of a nibble repeats the byte's sign.
 inline uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) {

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from plugins.attend.params import RECORD_SQUARES
 from plugins.blocks import read_bias, read_keys
 from plugins.score.params import ScoreParams
 
 TILE_LOGITS = 1 << 21
+Reduce = Callable[..., torch.Tensor]
 
 
 def score(params: ScoreParams) -> None:
@@ -37,8 +41,9 @@ def _score_pages(params: ScoreParams, part: tuple[int, int], rows: torch.Tensor,
         return
     keys = params.pages[page, g, 0, offset].float()
     newness = torch.arange(page.shape[0] - 1, -1, -1, device=ids.device)  # 0: the newest
-    most = _most(params, g, rows, keys, (None, newness[None] < hidden[:, None]))
-    params.seen[page, g, offset] = torch.maximum(params.seen[page, g, offset], most.half())
+    found = _found(params, g, rows, keys, (None, newness[None] < hidden[:, None]))
+    _, combine = _recording(params, rows)
+    params.seen[page, g, offset] = combine(params.seen[page, g, offset].float(), found).half()
 
 
 def _score_blocks(params: ScoreParams, part: tuple[int, int], rows: torch.Tensor) -> None:
@@ -52,23 +57,34 @@ def _score_blocks(params: ScoreParams, part: tuple[int, int], rows: torch.Tensor
     raw = params.blocks.index_select(0, ids)
     item, entry = (torch.arange(layout.block_entries, device=ids.device) < lens[:, None]).nonzero(as_tuple=True)
     keys, bias = read_keys(raw, layout)[item, entry], read_bias(raw, layout)[item, entry]
-    most = _most(params, g, rows, keys, (bias, None))
+    found = _found(params, g, rows, keys, (bias, None))
+    _, combine = _recording(params, rows)
     block = ids[item]
-    params.score[block, entry] = torch.maximum(params.score[block, entry], most.half())
+    params.score[block, entry] = combine(params.score[block, entry].float(), found).half()
 
 
-def _most(
+def _recording(params: ScoreParams, rows: torch.Tensor) -> tuple[Reduce, Reduce]:
+    """How weights of many rows [rows, group, n] become one [n], and how that joins what is there."""
+    if bool((params.tables.record[rows] == RECORD_SQUARES).any()):
+        return torch.linalg.vector_norm, torch.hypot
+    return torch.amax, torch.maximum
+
+
+def _found(
     params: ScoreParams,
     g: int,
     rows: torch.Tensor,
     keys: torch.Tensor,
     rest: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> torch.Tensor:
-    """Largest weights [n] fp32 of keys [n, D] fp32. rest: bias [n], and which keys a row leaves out [rows, n] bool."""
+    """Largest weights, or their norm [n] fp32, of keys [n, D] fp32.
+
+    rest: bias [n], and which keys a row leaves out [rows, n] bool.
+    """
     bias, left_out = rest
     group = params.q.shape[1] // params.pages.shape[1]
     heads = slice(g * group, (g + 1) * group)
-    most = keys.new_zeros(keys.shape[0])
+    found, (reduce, combine) = keys.new_zeros(keys.shape[0]), _recording(params, rows)
     step = max(1, TILE_LOGITS // (group * keys.shape[0]))
     for tile in range(0, rows.shape[0], step):
         members = rows[tile : tile + step]
@@ -79,5 +95,5 @@ def _most(
         weights = (logits - torch.where(lse == -torch.inf, torch.inf, lse)[..., None]).exp_()
         if left_out is not None:
             weights.masked_fill_(left_out[tile : tile + step, None], 0.0)
-        most = torch.maximum(most, weights.amax(dim=(0, 1)))
-    return most
+        found = combine(found, reduce(weights, dim=(0, 1)))
+    return found

@@ -6,6 +6,9 @@ sees, how the bias enters the logit and what `record_skip` leaves out is as in p
 by `score` with its log-sum-exp therefore records what `attend` alone would. Values are not read, nothing else is
 written.
 
+Where `record` is RECORD_SQUARES, in all recorded rows of a sequence, squares are added up instead, as `attend` does:
+x = sqrt(x^2 + the sum of weight^2). Two such sequences of one call must have no page or block in common.
+
 It is the second pass of a prefill chunk, over the rows sampled from it, and the probe: rows that re-read a span.
 """
 

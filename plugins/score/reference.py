@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from plugins.attend.params import RECORD_SQUARES
 from plugins.blocks import read_bias, read_keys
 from plugins.score.params import ScoreParams
 
@@ -37,6 +38,11 @@ def _weight(params: ScoreParams, row: int, head: int, key: torch.Tensor, bias: f
     return math.exp(float(params.q[row, head].double() @ key) * params.scale + bias - lse)
 
 
+def _joined(params: ScoreParams, row: int, before: float, weight: float) -> float:
+    """What is recorded once the row's weight joins what was."""
+    return math.hypot(before, weight) if params.tables.record[row] == RECORD_SQUARES else max(before, weight)
+
+
 def _record_pages(params: ScoreParams, seen: torch.Tensor, where: tuple[int, int, int, int], limit: int) -> None:
     """limit: how many page tokens the row records, less all there are."""
     sequence, g, row, head = where
@@ -45,7 +51,7 @@ def _record_pages(params: ScoreParams, seen: torch.Tensor, where: tuple[int, int
     places = [(int(tables.page_ids[i]), offset) for i in items for offset in range(int(tables.page_lens[i]))]
     for page, offset in places[: max(0, len(places) + limit)]:
         weight = _weight(params, row, head, params.pages[page, g, 0, offset].double(), 0.0)
-        seen[page, g, offset] = max(float(seen[page, g, offset]), weight)
+        seen[page, g, offset] = _joined(params, row, float(seen[page, g, offset]), weight)
 
 
 def _record_blocks(params: ScoreParams, scores: torch.Tensor, where: tuple[int, int, int, int]) -> None:
@@ -58,4 +64,4 @@ def _record_blocks(params: ScoreParams, scores: torch.Tensor, where: tuple[int, 
         keys, bias = read_keys(raw, layout)[0].double(), read_bias(raw, layout)[0].double()
         for entry in range(int(tables.block_lens[i])):
             weight = _weight(params, row, head, keys[entry], float(bias[entry]))
-            scores[block, entry] = max(float(scores[block, entry]), weight)
+            scores[block, entry] = _joined(params, row, float(scores[block, entry]), weight)

@@ -33,7 +33,7 @@ from plugins.append.cuda import CudaAppend  # noqa: E402
 from plugins.append.params import AppendParams  # noqa: E402
 from plugins.attend import reference as attend_reference  # noqa: E402
 from plugins.attend.cuda import CudaAttend  # noqa: E402
-from plugins.attend.params import AttendParams, AttendStep  # noqa: E402
+from plugins.attend.params import RECORD_SQUARES, AttendParams, AttendStep  # noqa: E402
 from plugins.commit.cuda import SHARED_BYTES, CudaPublish  # noqa: E402
 from plugins.kv_launch import single_layer  # noqa: E402
 from plugins.layout import BlockLayout  # noqa: E402
@@ -66,6 +66,7 @@ ATTEND_CASES = tuple(
         ("no committed", {"tokens": (40,), "max_entries": 0}),
         ("no active", {"tokens": (0,)}),
         ("chunks over history", {"rows": (47, 1, 6), "tokens": (140, 12, 6), "record": "some", "record_skip": 3}),
+        ("squares", {"rows": (47, 1, 6), "tokens": (140, 12, 6), "record_skip": 3, "marks": (RECORD_SQUARES,)}),
         ("holes", {"rows": (1, 5), "tokens": (20, 31), "holes": True}),
         ("extreme logits", {"rows": (5, 1), "tokens": (17, 8), "logit_scale": 1e3, "format": base.kv_dtype}),
         ("int8", {"rows": (1, 1), "tokens": (70, 9), "format": "int8"}),

@@ -29,7 +29,8 @@ def test_on_a_card(kernels: GpuKernels, name: str) -> None:
 def test_the_checks_hold_for_emulated_kernels_and_catch_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
     emulated = GpuKernels(EmulatedRunner(seed=3), "sm_90a")
     checks.check_append(emulated)
-    chunks = [case for case in checks.ATTEND_CASES if case.name == "small chunks over history"]
+    named = ("small chunks over history", "small squares")
+    chunks = [case for case in checks.ATTEND_CASES if case.name in named]
     checks.check_attend(emulated, tuple(chunks))
     right = checks.attend_reference.attend
 

@@ -15,7 +15,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class AttendCase:
-    """rows, tokens (page tokens, the rows included) and entries per head range, one item per sequence."""
+    """rows, tokens (page tokens, the rows included) and entries per head range, one item per sequence.
+
+    marks: what recording rows carry in `record`, sequences in turn.
+    """
 
     name: str
     rows: tuple[int, ...] = (1,)
@@ -30,6 +33,7 @@ class AttendCase:
     kv_dtype: str = "fp32"
     format: BlockFormat = "int4"
     record: str = "all"
+    marks: tuple[int, ...] = (1,)
     record_skip: int = 0
     logit_scale: float = 1.0
     holes: bool = False
@@ -77,7 +81,8 @@ def make_attend_case(case: AttendCase, seed: int = 0) -> AttendParams:
     q = torch.randn(num_rows, case.kv_heads * case.group_size, case.head_dim, generator=gen) * case.logit_scale
     record = {"all": torch.ones(num_rows), "none": torch.zeros(num_rows), "some": torch.arange(num_rows) % 3 == 1}
     skip = torch.full((len(case.rows),), case.record_skip, dtype=torch.int32)
-    record_rows = record[case.record].to(torch.uint8)
+    marks = [case.marks[i % len(case.marks)] for i in range(len(case.rows))]
+    record_rows = (record[case.record] * torch.tensor(marks).repeat_interleave(torch.tensor(case.rows))).to(torch.uint8)
     tables = AttendTables(_starts(list(case.rows)), *page_tables, *block_tables, record_rows, skip)
     q = q.to(DTYPES[case.dtype])
     return AttendParams(

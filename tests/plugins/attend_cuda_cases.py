@@ -10,7 +10,7 @@ import torch
 
 from plugins.attend import reference
 from plugins.attend.cuda import AttendArgs, CudaAttend
-from plugins.attend.params import AttendParams, AttendTables
+from plugins.attend.params import RECORD_SQUARES, AttendParams, AttendTables
 from plugins.emulation.runner import EmulatedRunner
 from plugins.kernel import Kernel, KernelRunner, Launch
 from plugins.score.cuda import ScoreArgs
@@ -59,6 +59,15 @@ CHUNKS = (
     AttendCase("chunk_of_one_head", rows=(70,), tokens=(75,), group_size=1, record="none"),
     AttendCase("chunk_of_sixteen", rows=(9,), tokens=(40,), group_size=16, kv_heads=1),
 )
+SQUARES = (
+    AttendCase("squares_of_few_rows", rows=(3, 1, 2), tokens=(40, 140, 2), record="some", record_skip=3,
+               marks=(RECORD_SQUARES,)),
+    AttendCase("squares_in_passes", rows=(70, 1, 16), tokens=(140, 12, 16), record_skip=3, marks=(RECORD_SQUARES,)),
+    AttendCase("squares_of_sixteen", rows=(9,), tokens=(40,), holes=True, group_size=16, kv_heads=1,
+               marks=(RECORD_SQUARES,)),
+    AttendCase("squares_beside_maxima", rows=(50, 40, 2, 1), tokens=(60, 90, 20, 30), record="some",
+               marks=(RECORD_SQUARES, 1)),
+)  # fmt: skip
 
 
 def with_tables(geometry: AttendCase, tables: AttendCase) -> AttendCase:
@@ -116,8 +125,10 @@ def assert_result(
     out, seen, score = expected
     assert not params.out.isnan().any()
     torch.testing.assert_close(params.out.double(), out, atol=tolerance, rtol=tolerance)
-    torch.testing.assert_close(params.seen.double(), seen, atol=WEIGHT_TOLERANCE, rtol=0, equal_nan=True)
-    torch.testing.assert_close(params.score.double(), score, atol=WEIGHT_TOLERANCE, rtol=0, equal_nan=True)
+    # Norms exceed 1, and fp16 rounds them after every pass.
+    rtol = WEIGHT_TOLERANCE if RECORD_SQUARES in params.tables.record else 0.0
+    torch.testing.assert_close(params.seen.double(), seen, atol=WEIGHT_TOLERANCE, rtol=rtol, equal_nan=True)
+    torch.testing.assert_close(params.score.double(), score, atol=WEIGHT_TOLERANCE, rtol=rtol, equal_nan=True)
 
 
 def live_bytes(params: AttendParams) -> int:
@@ -167,5 +178,5 @@ def insert_holes(tables: AttendTables) -> AttendTables:
 def sanitized(runner: EmulatedRunner) -> None:
     """What runs under AddressSanitizer: the parts of both tile heights and of `score`."""
     geometry = GEOMETRIES[0]
-    for tables in (DECODE[1], DECODE[7], CHUNKS[1]):
+    for tables in (DECODE[1], DECODE[7], CHUNKS[1], SQUARES[0], SQUARES[3]):
         check_attend(with_tables(geometry, tables), runner)

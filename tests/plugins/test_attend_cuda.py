@@ -23,6 +23,7 @@ from tests.plugins.attend_cuda_cases import (
     DECODE,
     GEOMETRIES,
     MORE_GEOMETRIES,
+    SQUARES,
     FewStages,
     PlainCopies,
     assert_result,
@@ -45,7 +46,7 @@ def runner() -> EmulatedRunner:
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=lambda c: c.name)
-@pytest.mark.parametrize("tables", DECODE + CHUNKS, ids=lambda c: c.name)
+@pytest.mark.parametrize("tables", DECODE + CHUNKS + SQUARES, ids=lambda c: c.name)
 def test_equals_reference(runner: EmulatedRunner, geometry: AttendCase, tables: AttendCase) -> None:
     check_attend(with_tables(geometry, tables), runner)
 
@@ -53,13 +54,14 @@ def test_equals_reference(runner: EmulatedRunner, geometry: AttendCase, tables: 
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", MORE_GEOMETRIES, ids=lambda c: c.name)
 def test_equals_reference_in_more_geometries(runner: EmulatedRunner, geometry: AttendCase) -> None:
-    for tables in DECODE + CHUNKS:
+    for tables in DECODE + CHUNKS + SQUARES:
         check_attend(with_tables(geometry, tables), runner)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_any_order_of_warps_and_copies_gives_the_same(seed: int) -> None:
-    case = with_tables(SMALL, dataclasses.replace(CHUNKS[1], max_entries=150))
+@pytest.mark.parametrize("tables", [CHUNKS[1], SQUARES[3]], ids=lambda c: c.name)
+def test_any_order_of_warps_and_copies_gives_the_same(seed: int, tables: AttendCase) -> None:
+    case = with_tables(SMALL, dataclasses.replace(tables, max_entries=150))
     results = [make_attend_case(case) for _ in range(2)]
     for params, order in zip(results, (0, seed), strict=True):
         run_attend(params, case.group_size, EmulatedRunner(seed=order))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from plugins.attend.params import LayerBlocks, StepTables
+from plugins.attend.params import RECORD_SQUARES, LayerBlocks, StepTables
 from plugins.attend.tiles import TileLists, TilePlan, build_tiles, split_rows
 from plugins.kv_tiles import KvShape
 from plugins.layout import BlockLayout, PageLayout
@@ -28,7 +28,7 @@ def blocks_of(seed: int, sequences: int) -> LayerBlocks:
     )
 
 
-def tables_of(rows: list[int], tokens: list[int], blocks: LayerBlocks, record: bool = True) -> StepTables:
+def tables_of(rows: list[int], tokens: list[int], blocks: LayerBlocks, record: int = 1) -> StepTables:
     """Sequences of `tokens` page tokens, of which the last `rows` are being run."""
     lens = [[min(PAGE_TOKENS, n - at) for at in range(0, n, PAGE_TOKENS)] for n in tokens]
     flat = [length for sequence in lens for length in sequence]
@@ -82,7 +82,10 @@ def test_every_other_change_builds_a_new_list() -> None:
         base,
         tables_of([1, 1], [21, 71], blocks_of(2, 2)),  # a commit
         tables_of([1, 1], [21, 71], blocks),
-        tables_of([1, 1], [21, 71], blocks, record=False),
+        tables_of([1, 1], [21, 71], blocks, record=0),
+        tables_of([1, 1], [21, 71], blocks, record=RECORD_SQUARES),
+        tables_of([1, 40], [22, 111], blocks, record=RECORD_SQUARES),
+        tables_of([1, 40], [22, 111], blocks),
         tables_of([1, 30], [22, 101], blocks),  # a chunk
         tables_of([3, 30], [24, 101], blocks),
         replace(base, page_ids=holes),

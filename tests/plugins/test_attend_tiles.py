@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plugins.attend.params import LayerBlocks, StepTables
-from plugins.attend.tiles import RowTable, TileList, TilePlan, build_tiles, split_rows
+from plugins.attend.params import RECORD_SQUARES, LayerBlocks, StepTables
+from plugins.attend.tiles import RowTable, TileList, TilePlan, build_tiles, recorded_rows, split_rows
 from plugins.kv_tiles import TILE_FIELDS, KvShape
 from plugins.layout import BlockLayout, PageLayout
 
@@ -25,7 +25,7 @@ class Case:
     rows: tuple[int, ...]
     pages: tuple[tuple[tuple[int, int], ...], ...]
     blocks: tuple[tuple[int, ...], ...]
-    record: tuple[int, ...]
+    record: tuple[int, ...]  # marks
     group: int = 3
     page_tokens: int = 8
 
@@ -51,6 +51,16 @@ class Case:
         """Filled tokens of each page, 0 where its id is -1."""
         return [length if page >= 0 else 0 for page, length in self.pages[sequence]]
 
+    def squares(self, sequence: int) -> bool:
+        first = sum(self.rows[:sequence])
+        return RECORD_SQUARES in self.record[first : first + self.rows[sequence]]
+
+    def page_units(self, sequence: int, last: int) -> int:
+        """Units of pages that row `last` of the sequence sees."""
+        lens = self.lens(sequence)
+        visible = sum(lens) - (self.rows[sequence] - 1 - last)
+        return -(-sum(sum(lens[:i]) < visible for i in range(len(lens))) // self.shape.unit_pages)
+
 
 def _starts(counts: tuple[int, ...] | list[int]) -> torch.Tensor:
     return torch.tensor([0, *counts]).cumsum(0).int()
@@ -71,13 +81,10 @@ def expected_groups(
     groups = {}
     for sequence, rows in enumerate(count):
         for row in range(0, rows, per_tile):
-            lens = case.lens(sequence)
-            last = min(rows, row + per_tile) - 1
-            visible = sum(lens) - (case.rows[sequence] - 1 - last)
-            num_pages = sum(sum(lens[:i]) < visible for i in range(len(lens)))
+            page_units = case.page_units(sequence, min(rows, row + per_tile) - 1)
             for head in range(KV_HEADS):
                 key = (sequence, head, sum(case.rows[:sequence]) + row)
-                groups[key] = (-(-num_pages // case.shape.unit_pages), case.blocks[layer][sequence * KV_HEADS + head])
+                groups[key] = (page_units, case.blocks[layer][sequence * KV_HEADS + head])
     return groups
 
 
@@ -92,14 +99,15 @@ def check(case: Case, rows: RowTable, plan: TilePlan) -> None:
         assert found.keys() == groups.keys()
         for key, pieces in found.items():
             check_group(case, groups[key], pieces)
-        check_ranges(case, tiles, layer)
+        check_ranges(case, tiles, layer, plan.rows_per_tile)
         check_logits(case, tiles_of(tiles, layer), tiles.num_logits, rows.keep_logits)
 
 
 def check_group(case: Case, units: tuple[int, int], pieces: list[tuple[int, Tile]]) -> None:
     at = 0
     for n, (index, tile) in enumerate(pieces):
-        assert (tile["first_split"], tile["num_splits"], index) == (pieces[0][0], len(pieces), pieces[0][0] + n)
+        first = ~tile["first_split"] if case.squares(tile["sequence"]) else tile["first_split"]
+        assert (first, tile["num_splits"], index) == (pieces[0][0], len(pieces), pieces[0][0] + n)
         assert (tile["first_unit"], tile["page_units"]) == (at, units[0])
         lens = case.lens(tile["sequence"])
         assert tile["page_tokens"] == sum(lens)
@@ -109,19 +117,20 @@ def check_group(case: Case, units: tuple[int, int], pieces: list[tuple[int, Tile
     assert at == sum(units)
 
 
-def check_ranges(case: Case, tiles: TileList, layer: int) -> None:
-    """No block has more than its share and what one unit adds at either end."""
+def check_ranges(case: Case, tiles: TileList, layer: int, per_pass: int) -> None:
+    """No block has more than its share and what one unit adds at either end, in all passes over it."""
     page, block = case.shape.unit_pages * case.shape.page_bytes, case.shape.block.block_bytes
     bounds, listed = tiles.block_tiles[layer].tolist(), tiles_of(tiles, layer)
     assert bounds[0] == 0 and bounds == sorted(bounds)
 
     def cost(tile: Tile) -> int:
         pages = min(max(tile["page_units"] - tile["first_unit"], 0), tile["num_units"])
-        return pages * page + (tile["num_units"] - pages) * block
+        return (pages * page + (tile["num_units"] - pages) * block) * -(-tile["num_rows"] // per_pass)
 
     total = sum(map(cost, listed))
+    unit = max(page, block) * max((-(-tile["num_rows"] // per_pass) for tile in listed), default=1)
     for begin, end in pairwise(bounds):
-        assert sum(map(cost, listed[begin:end])) <= total / (len(bounds) - 1) + max(page, block) + len(listed)
+        assert sum(map(cost, listed[begin:end])) <= total / (len(bounds) - 1) + unit + len(listed)
 
 
 def check_logits(case: Case, listed: list[Tile], num_logits: int, keeps: bool) -> None:
@@ -148,7 +157,8 @@ def cases(draw: st.DrawFn) -> Case:
     layers = draw(st.integers(1, 3))
     counts = st.lists(st.integers(0, 40), min_size=num * KV_HEADS, max_size=num * KV_HEADS)
     blocks = tuple(tuple(draw(counts)) for _ in range(layers))
-    record = tuple(draw(st.integers(0, 1)) for _ in range(sum(rows)))
+    marks = [mark for n in rows for mark in (draw(st.sampled_from((1, RECORD_SQUARES))),) * n]
+    record = tuple(mark * draw(st.integers(0, 1)) for mark in marks)
     return Case(rows, tuple(map(tuple, pages)), blocks, record, draw(st.sampled_from((1, 3, 8, 16))))
 
 
@@ -158,6 +168,35 @@ def test_every_unit_lies_in_one_tile_and_blocks_share_the_work(case: Case, range
     small, large, _ = split_rows(case.tables(), case.group)
     for rows, query_rows in ((small, 16), (large, 64)):
         check(case, rows, TilePlan(case.shape, KV_HEADS, query_rows, ranges, min_range_bytes=1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(), st.integers(1, 9))
+def test_rows_whose_squares_add_up_share_their_tiles(case: Case, ranges: int) -> None:
+    """In the list of `score`: a key of such a sequence is in one tile, with all recorded rows; others are in tiles."""
+    tables, plan = case.tables(), TilePlan(case.shape, KV_HEADS, 64, ranges, min_range_bytes=1)
+    rows = recorded_rows(tables)
+    assert rows.rows is not None
+    tiles = build_tiles(tables, rows, plan)
+    for layer in range(len(case.blocks)):
+        found: dict[tuple[int, int, int], list[tuple[int, Tile]]] = {}
+        for index, tile in enumerate(tiles_of(tiles, layer)):
+            found.setdefault((tile["sequence"], tile["head"], tile["first_row"]), []).append((index, tile))
+        expected = {}
+        for sequence, count in enumerate(rows.count.tolist()):
+            step = max(count, 1) if case.squares(sequence) else plan.rows_per_tile
+            for row in range(0, count, step):
+                first = int(rows.first[sequence]) + row
+                size = min(step, count - row)
+                last = int(rows.rows[first + size - 1]) - sum(case.rows[:sequence])
+                for head in range(KV_HEADS):
+                    units = case.page_units(sequence, last), case.blocks[layer][sequence * KV_HEADS + head]
+                    expected[sequence, head, first] = (units, size)
+        assert found.keys() == expected.keys()
+        for key, pieces in found.items():
+            check_group(case, expected[key][0], pieces)
+            assert {tile["num_rows"] for _, tile in pieces} == {expected[key][1]}
+        check_ranges(case, tiles, layer, plan.rows_per_tile)
 
 
 def test_rows_go_to_small_tiles_where_they_fit() -> None:

@@ -13,7 +13,7 @@ import torch
 from plugins.append import reference as append_reference
 from plugins.append.params import AppendParams
 from plugins.attend import reference as attend_reference
-from plugins.attend.params import AttendParams, LayerBlocks, StepTables
+from plugins.attend.params import RECORD_SQUARES, AttendParams, LayerBlocks, StepTables
 from plugins.attend.plugin import AttendFields
 from plugins.attend.tile_words import pack_score, pack_step
 from plugins.emulation.runner import EmulatedRunner
@@ -60,6 +60,8 @@ STEPS = {
     "decode": {"rows": (1, 1, 1), "tokens": (5, 33, 1)},
     "chunks": {"rows": (30, 1, 6), "tokens": (40, 12, 6), "record": "some"},
     "rows_as_many_as_a_tile": {"rows": (5, 2), "tokens": (40, 12), "record_skip": 3},
+    "squares_of_a_row": {"rows": (1, 1), "tokens": (33, 9), "marks": (RECORD_SQUARES, 1)},
+    "squares": {"rows": (30, 1, 6), "tokens": (40, 12, 6), "record_skip": 3, "marks": (RECORD_SQUARES,)},
 }
 
 
@@ -133,8 +135,9 @@ def log_sum_exp(params: AttendParams) -> torch.Tensor:
     return lse
 
 
-def test_score_equals_the_reference_in_emulation(plugins: Plugins) -> None:
-    params = step_case("chunks")
+@pytest.mark.parametrize("name", ["chunks", "squares"])
+def test_score_equals_the_reference_in_emulation(plugins: Plugins, name: str) -> None:
+    params = step_case(name)
     _, seen, score = attend_reference.attend(params)
     plugin: Any = loaded(plugins, "score", fields_of("score"))
     tables, inputs = step_tables(params)

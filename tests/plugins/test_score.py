@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import pytest
 import torch
 
 from plugins.attend import reference as attend_reference
-from plugins.attend.params import AttendParams
+from plugins.attend.params import RECORD_SQUARES, AttendParams
+from plugins.attend.tiles import TilePlan, build_tiles, recorded_rows
 from plugins.compile import SMS, compile_cubin, resource_usage, sass
 from plugins.emulation.runner import EmulatedRunner
 from plugins.kernel import KernelRunner
@@ -24,6 +26,7 @@ from tests.plugins.attend_cuda_cases import (
     CHUNKS,
     DECODE,
     GEOMETRIES,
+    SQUARES,
     PlainCopies,
     insert_holes,
     log_sum_exp,
@@ -32,7 +35,8 @@ from tests.plugins.attend_cuda_cases import (
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="the emulation needs a C++ compiler")
 TOLERANCE = 2e-3
-SEVERAL = (*DECODE[:6], DECODE[7], DECODE[8], DECODE[10], DECODE[14], *CHUNKS)
+SEVERAL = (*DECODE[:6], DECODE[7], DECODE[8], DECODE[10], DECODE[14], *CHUNKS, *SQUARES)
+BOTH_MARKS = [*CASES, *(dataclasses.replace(c, name=f"{c.name}_squares", marks=(RECORD_SQUARES,)) for c in CASES)]
 
 
 def make_score_case(case: AttendCase, seed: int = 0) -> ScoreParams:
@@ -58,7 +62,7 @@ def runner() -> EmulatedRunner:
     return EmulatedRunner()
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("case", BOTH_MARKS, ids=lambda c: c.name)
 def test_reference_records_what_attention_records(case: AttendCase) -> None:
     params = make_attend_case(case)
     _, seen, score = attend_reference.attend(params)
@@ -69,7 +73,7 @@ def test_reference_records_what_attention_records(case: AttendCase) -> None:
     torch.testing.assert_close(got_score, score, atol=tolerance, rtol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.logit_scale == 1], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in BOTH_MARKS if c.logit_scale == 1], ids=lambda c: c.name)
 def test_torch_form_equals_reference(case: AttendCase) -> None:
     params = make_score_case(case)
     expected = reference.score(params)
@@ -77,14 +81,31 @@ def test_torch_form_equals_reference(case: AttendCase) -> None:
     assert_result(params, expected)
 
 
-def test_tiles_of_the_torch_form_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = AttendCase("tiles", rows=(50, 3), tokens=(90, 20), record="some", record_skip=7)
+@pytest.mark.parametrize("mark", [1, RECORD_SQUARES])
+def test_tiles_of_the_torch_form_do_not_change_the_answer(monkeypatch: pytest.MonkeyPatch, mark: int) -> None:
+    case = AttendCase("tiles", rows=(50, 3), tokens=(90, 20), record="some", record_skip=7, marks=(mark,))
     whole, tiled = make_score_case(case), make_score_case(case)
     cpu.score(whole)
     monkeypatch.setattr(cpu, "TILE_LOGITS", 500)
     cpu.score(tiled)
     for name in ("seen", "score"):
         torch.testing.assert_close(getattr(tiled, name), getattr(whole, name), equal_nan=True)
+
+
+def test_squares_of_the_torch_form_add_up_over_calls() -> None:
+    """A key that every row reads with the same weight w: n rows in any number of calls give sqrt(n) w."""
+    once = make_score_case(AttendCase("once", rows=(8,), tokens=(30,), max_entries=0, group_size=1, record_skip=8))
+    once.q.fill_(0.0)
+    once.lse.fill_(math.log(4.0))  # every weight is a quarter
+    once.seen.zero_()
+    for first, last in ((0, 3), (3, 4), (4, 8)):
+        once.tables.record.zero_()
+        once.tables.record[first:last] = RECORD_SQUARES
+        cpu.score(once)
+    page = int(once.tables.page_ids[0])
+    torch.testing.assert_close(
+        once.seen[page].float(), torch.full_like(once.seen[page].float(), 0.25 * 8**0.5), atol=1e-3, rtol=0
+    )
 
 
 @needs_compiler
@@ -102,8 +123,9 @@ def test_kernel_equals_reference(runner: EmulatedRunner, geometry: AttendCase) -
 
 
 @needs_compiler
-def test_kernel_skips_ids_of_minus_one_and_rows_that_see_nothing(runner: EmulatedRunner) -> None:
-    case = with_tables(GEOMETRIES[0], CHUNKS[1])
+@pytest.mark.parametrize("tables", [CHUNKS[1], SQUARES[1]], ids=lambda c: c.name)
+def test_kernel_skips_ids_of_minus_one_and_rows_that_see_nothing(runner: EmulatedRunner, tables: AttendCase) -> None:
+    case = with_tables(GEOMETRIES[0], tables)
     params = make_score_case(case)
     params.lse[3:40] = -torch.inf
     expected = reference.score(params)
@@ -113,8 +135,9 @@ def test_kernel_skips_ids_of_minus_one_and_rows_that_see_nothing(runner: Emulate
 
 @needs_compiler
 @pytest.mark.parametrize("seed", [1, 2])
-def test_any_order_of_warps_and_either_copy_gives_the_same(seed: int) -> None:
-    case = with_tables(GEOMETRIES[0], CHUNKS[1])
+@pytest.mark.parametrize("tables", [CHUNKS[1], SQUARES[1]], ids=lambda c: c.name)
+def test_any_order_of_warps_and_either_copy_gives_the_same(seed: int, tables: AttendCase) -> None:
+    case = with_tables(GEOMETRIES[0], tables)
     first, second = make_score_case(case), make_score_case(case)
     run_kernel(first, case.group_size, EmulatedRunner())
     run_kernel(second, case.group_size, PlainCopies(EmulatedRunner(seed=seed)))
@@ -132,6 +155,40 @@ def test_kernel_reads_keys_alone_once_per_tile() -> None:
     scales_and_bias = layout.v_scale - layout.k_scale + layout.block_bytes - layout.bias
     least += int(tables.block_lens.sum()) * layout.k_row_bytes + tables.block_ids.shape[0] * scales_and_bias
     assert runner.counters.bulk_read == least
+
+
+@needs_compiler
+def test_bits_of_squares_do_not_depend_on_how_the_work_is_cut() -> None:
+    """A GPU of 1 or of 7 multiprocessors: keys get what rows give them, in the order of rows."""
+    case = with_tables(GEOMETRIES[0], SQUARES[1])
+    results, pieces = [], []
+    for multiprocessors in (1, 7):
+        runner, params = EmulatedRunner(seed=multiprocessors), make_score_case(case)
+        runner.num_multiprocessors = multiprocessors
+        run_kernel(params, case.group_size, runner)
+        results.append(params)
+        memory, tables = single_layer(params)
+        kernel = ScoreKernel(kv_shape(memory, case.group_size), "sm_90a")
+        plan = TilePlan(kernel.shape, case.kv_heads, kernel.query_rows, kernel.num_ranges(multiprocessors))
+        pieces.append(int(build_tiles(tables, recorded_rows(tables), plan).block_tiles[0, -1]))
+    assert pieces[0] < pieces[1], "the cuts must differ"
+    for name in ("seen", "score"):
+        first, second = (getattr(params, name).view(torch.int16) for params in results)
+        assert torch.equal(first, second), name
+
+
+@needs_compiler
+def test_squares_of_two_launches_add_up(runner: EmulatedRunner) -> None:
+    """The second launch finds what the first left; protected entries keep their infinite score."""
+    params = make_score_case(with_tables(GEOMETRIES[0], SQUARES[1]))
+    for name in ("seen", "score"):
+        held = getattr(params, name)
+        held[held.isfinite()] = 0.0
+    expected = tuple(math.sqrt(2.0) * x for x in reference.score(params))
+    for _ in range(2):
+        run_kernel(params, 3, runner)
+    assert_result(params, expected)
+    assert params.score.isposinf().sum() == 1 and float(params.score[params.score.isfinite()].max()) > 0.1
 
 
 @needs_compiler

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plugins.attend.params import LayerBlocks, StepTables
+from plugins.attend.params import RECORD_SQUARES, LayerBlocks, StepTables
 from plugins.attend.plugin import AttendPlugin, attend_fields, kv_shape
 from plugins.attend.tile_words import (
     MAX_MULTIPROCESSORS,
@@ -26,7 +26,7 @@ LOGIT_FLOATS = 16
 
 
 def random_tables(seed: int, decodes: bool, kv_heads: int) -> StepTables:
-    """A step of some sequences; pages and blocks ragged, some without any."""
+    """A step of some sequences; pages and blocks ragged, some without any; the first adds squares up."""
     gen = torch.Generator().manual_seed(seed)
 
     def numbers(low: int, high: int, count: int) -> torch.Tensor:
@@ -43,9 +43,11 @@ def random_tables(seed: int, decodes: bool, kv_heads: int) -> StepTables:
     lists = torch.stack([starts(numbers(0, 30, sequences * kv_heads)) for _ in range(LAYERS)])
     num_pages, num_blocks = int(page_starts[-1]), int(lists[:, -1].sum())
     first = torch.cat([torch.zeros(1, dtype=torch.int32), lists[:, -1].cumsum(0).int()]).tolist()
+    record = numbers(0, 2, int(row_starts[-1])).to(torch.uint8)
+    record[: row_starts[1]] *= RECORD_SQUARES
     return StepTables(
         row_starts, page_starts, numbers(0, 99, num_pages), numbers(1, BASE.page_tokens + 1, num_pages),
-        numbers(0, 2, int(row_starts[-1])).to(torch.uint8), torch.zeros(sequences, dtype=torch.int32),
+        record, torch.zeros(sequences, dtype=torch.int32),
         LayerBlocks(lists, numbers(0, 99, num_blocks), numbers(1, BASE.block_entries + 1, num_blocks), tuple(first)),
     )  # fmt: skip
 

@@ -26,12 +26,15 @@ from runtime.step import Executor
 END_TOKEN = 0
 SPEC = ModelSpec("qwen3", 2, 64, 96, 4, 2, 64, 97, 1e-5, RopeSpec(10000.0), 4096, False, qkv_bias=True, qk_norm=True,
                  eos_token_ids=(END_TOKEN,))  # fmt: skip
-# Small enough that a few turns stage, probe, commit, dissolve and absorb; the second has another block format.
+# Small enough that a few turns stage, probe, commit, dissolve and absorb. The second has another block format, the
+# third adds squares of weights up.
 SCHEDULE = Schedule(min_tokens=40, recent_tokens=16, span_tokens=32, every_steps=4)
 POLICIES = {
     name: Policy(name, budget_ratio=0.5, block_format=block_format, floor_entries=4, schedule=SCHEDULE,
-                 protection=Protection(system_prompt=False))
-    for name, block_format in (("tiny-k8v4", "k8v4"), ("tiny-int8", "int8"))
+                 protection=Protection(system_prompt=False), score=score)
+    for name, block_format, score in (
+        ("tiny-k8v4", "k8v4", "both"), ("tiny-int8", "int8", "both"), ("tiny-norm", "k8v4", "norm"),
+    )
 }  # fmt: skip
 CONFIG = RuntimeConfig(kv_memory_bytes=4 << 20, tokens_per_step=64, probe_tokens_per_step=32, num_threads=1)
 TURNS = ("The tide comes in at nine. Remember it.", "Which colour was the boat?", "And when does the tide come in?")

@@ -49,7 +49,7 @@ def on_kernels(model: Model) -> TorchExecutor:
 
 @needs_compiler
 def test_conversations_on_kernels_answer_as_on_torch() -> None:
-    """Two conversations at once, whose blocks have different formats, so that steps run in two groups."""
+    """Conversations at once, whose blocks have different formats, so that steps run in two groups."""
     plain, _ = make_engine(on_torch, "fp16", POISON)
     expected = talk(plain, tuple(POLICIES))
     engine, manager = make_engine(on_kernels, "fp16", POISON)

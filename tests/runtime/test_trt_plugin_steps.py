@@ -127,7 +127,8 @@ def at(address: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor
 
 
 @pytest.mark.skipif(find_compiler() is None, reason="the emulation needs a C++ compiler")
-def test_conversations_through_plugins_answer_as_on_torch() -> None:
+@pytest.mark.parametrize("policy", [POLICY, "tiny-norm"])
+def test_conversations_through_plugins_answer_as_on_torch(policy: str) -> None:
     engines: list[PluginStepEngine] = []
 
     def on_plugins(model: Model) -> TrtExecutor:
@@ -143,9 +144,9 @@ def test_conversations_through_plugins_answer_as_on_torch() -> None:
         return TorchExecutor(model.decoder, SPEC, model.limits, model.storage)
 
     plain, _ = make_engine(on_torch, "fp16", POISON)
-    expected = talk(plain, (POLICY,))
+    expected = talk(plain, (policy,))
     engine, manager = make_engine(on_plugins, "fp16", POISON)
-    assert talk(engine, (POLICY,)) == expected
+    assert talk(engine, (policy,)) == expected
     mine, theirs = engine.stats(), plain.stats()
     assert (mine.commits, mine.probes, mine.dropped) == (theirs.commits, theirs.probes, theirs.dropped)
     assert mine.commits > 2 and mine.probes > 2
