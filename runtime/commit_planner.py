@@ -63,6 +63,11 @@ def _rules(policy: Policy, num_tokens: int, pressure: float) -> CommitRules:
     )
 
 
+def is_unscored(policy: Policy, kv: ConversationKv) -> bool:
+    """Whether there is text that only a probe could have scored, and none has yet."""
+    return policy.probe and not policy.records and bool(kv.unprobed)
+
+
 def _layer_quotas(policy: Policy, kv: ConversationKv, num_staged: int, num_layers: int) -> list[int]:
     """Entries that each layer keeps; their sum is the budget of the conversation.
 
@@ -73,8 +78,7 @@ def _layer_quotas(policy: Policy, kv: ConversationKv, num_staged: int, num_layer
     if policy.tiers and not policy.pools_by_score:
         ratio, num_tokens = 0.0, 0
     else:
-        unscored = policy.probe and not policy.records and bool(kv.unprobed)
-        ratio = 1.0 if unscored else policy.budget_at(kv.num_tokens)
+        ratio = 1.0 if is_unscored(policy, kv) else policy.budget_at(kv.num_tokens)
         num_tokens = num_staged + (kv.committed_tokens if policy.redraw else 0)
     total = 0.0
     quotas: list[int] = []

@@ -254,7 +254,7 @@ class Engine:
         with self._lock:
             self._scheduler.settle(work, ran - started)
             events = self._accept(work, result, ran)
-            self._maintenance.step_done(work.conversations, result.signals)
+            self._maintenance.step_done(work.conversations, result.signals, work.plan.num_tokens)
             self._keeper.release_dropped()
         self._figures.count_step(work.plan.num_tokens, len(result.tokens))
         self._figures.manager_ns += self._clock_ns() - ran

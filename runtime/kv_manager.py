@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from plugins.layout import STORABLE, BlockLayout, PageLayout
-from runtime.commit_planner import CommitDraft, draft_commit, make_line_plan
+from runtime.commit_planner import CommitDraft, draft_commit, is_unscored, make_line_plan
 from runtime.config import DTYPE_BYTES, EngineLimits, ModelSpec
 from runtime.errors import ConfigError, OutOfMemoryError, UnsupportedPolicyError
 from runtime.kv_checks import check_conversations, check_pools
@@ -319,9 +319,9 @@ class KvManager:
         return num_staged
 
     def plan_commit(self, handle: int) -> LinePlan | None:
-        """First half of a commit of everything staged; None if nothing is."""
+        """First half of a commit of everything staged; None if there is nothing to do."""
         kv = self._conversations[handle]
-        return make_line_plan(handle, kv, self.spec.num_layers, self.pressure) if kv.num_staged else None
+        return make_line_plan(handle, kv, self.spec.num_layers, self.pressure) if kv.commit_due else None
 
     def reserve_publish(self, plan: LinePlan, line: LineResult) -> CommitReservation:
         """Second half: which blocks dissolve, and room for the new ones. OutOfMemoryError changes nothing."""
@@ -341,6 +341,8 @@ class KvManager:
         """The commit was published: swap tables, then free staged pages and dissolved blocks."""
         kv = self._conversations[reservation.handle]
         kv.peak_bytes = max(kv.peak_bytes, self._bytes_during(reservation))
+        policy = kv.policy.at_commit(kv.num_commits)
+        kv.whole = policy.redraw and is_unscored(policy, kv)
         page_ids, block_ids = reservation.draft.apply(kv, reservation.plan, reservation.new_page_ids)
         self._pages.give(page_ids)
         self._blocks[kv.blocks.format].give(block_ids)

@@ -50,6 +50,7 @@ class ConversationKv:
     committed_tokens: logical tokens that went through a commit; the budget is a share of them.
     num_commits: commits so far, for policies that alternate.
     unprobed: [start, end) spans of logical positions that were staged and not yet re-read.
+    whole: the last commit kept everything, since some of it had not been re-read.
     reread: spans still to be re-read once more, now that they are older.   reread_at: tokens it had when that began
         last, or when its first entries were scored; 0: none are.
     """
@@ -66,6 +67,7 @@ class ConversationKv:
         self.num_commits = 0
         self.peak_bytes = 0
         self.unprobed: list[tuple[int, int]] = []
+        self.whole = False
         self.reread: list[tuple[int, int]] = []
         self.reread_at = 0
         self._protected = bytearray()
@@ -202,6 +204,11 @@ class ConversationKv:
         assert first == start and end <= last, (first, last, start, end)
         if end < last:
             spans.insert(0, (end, last))
+
+    @property
+    def commit_due(self) -> bool:
+        """Whether a commit has something to do: staged text, or a line to draw at last."""
+        return self.num_staged > 0 or (self.whole and not self.unprobed and self.blocks.num_blocks > 0)
 
     def add_unprobed(self, start: int, end: int) -> None:
         if self.unprobed and self.unprobed[-1][1] == start:

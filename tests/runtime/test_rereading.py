@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from simulated_engine import EAGER, drain, make_engine
 
+import runtime.maintenance as maintenance
 import runtime.policy.registry as registry
 from runtime.commit_planner import make_line_plan
 from runtime.config import RuntimeConfig
@@ -160,6 +161,43 @@ def test_a_busy_engine_commits_overdue_text_whole_and_reads_it_again_later(watch
     drain(watched.engine)
     assert not watched.kv.unprobed
     assert sum(len(p.token_ids) - PROMPT for p in watched.done) >= 200
+    kept = sum(watched.kv.blocks.lens)
+    assert kept < 0.5 * watched.kv.committed_tokens * watched.kv.num_rows, "its line was drawn when it had been read"
+
+
+def busy_beside_idle(watched: Watched) -> None:
+    """A conversation that has just ended a long turn, while another one goes on for long."""
+    watched.turn("hello " * 40)
+    watched.engine.submit(Request("long", "keeps the engine busy", SamplingParams(max_tokens=150)))
+    while watched.engine.conversation("c").turn is not None:
+        watched.engine.step()
+
+
+def test_short_memory_compresses_idle_conversations_beside_the_steps_of_others(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(KvManager, "pressure", property(lambda _: maintenance.PRESSED))
+    busy_beside_idle(watched)
+    before = watched.manager.kv_bytes(watched.engine.conversation("c").handle)
+    while watched.kv.unprobed or watched.kv.num_staged or watched.kv.whole:
+        assert watched.engine.has_turns(), "it did not wait until the engine was idle"
+        watched.engine.step()
+    assert sum(len(p.token_ids) - PROMPT for p in watched.done) >= 200
+    assert watched.manager.kv_bytes(watched.engine.conversation("c").handle) < 0.7 * before
+
+
+def test_steps_of_others_are_not_outrun_by_it(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every decode row allows a few tokens to be re-read, so that nobody waits long for the next one."""
+    monkeypatch.setattr(KvManager, "pressure", property(lambda _: maintenance.PRESSED))
+    monkeypatch.setattr(maintenance, "LEAST_ALLOWED", 4)
+    monkeypatch.setattr(maintenance, "MOST_ALLOWED", 16)
+    busy_beside_idle(watched)
+    pieces, steps = len(watched.done), watched.engine.stats().steps
+    for _ in range(20):
+        watched.engine.step()
+    pieces, steps = len(watched.done) - pieces, watched.engine.stats().steps - steps
+    assert watched.kv.unprobed, "there is more to do"
+    assert 0 < pieces <= 1 + steps * 4 // 16 + steps // EAGER.every_steps  # the last: reviews
 
 
 def test_growth_that_would_never_rest_is_refused() -> None:
