@@ -16,7 +16,8 @@
 // Values: Vec<T, N> is aligned to its size. Fp16, Bf16: storage types; Half: the one that -DELEMENT chooses (0, 1).
 //   to_float(x), from_float<T>(f); pack2(lo, hi) -> two Half in 32 bits, unpack2(bits) -> Vec<float, 2>;
 //   fma2(a, b, c): two Half at once, rounded once; byte_perm(a, b, selector); bit_cast<T>(x);
-//   fast_exp2 fast_log2 fast_sqrt inverse_sqrt max_of min_of infinity(); fast_max: of floats, one instruction, passes over a NaN
+//   fast_exp2 fast_log2 fast_sqrt inverse_sqrt max_of min_of infinity();
+//   fast_max: of floats, one instruction, passes over a NaN
 //
 // Warp-collective words: all 32 lanes call them together.
 //   warp_sync() shuffle(x, lane) shuffle_xor(x, mask) shuffle_down(x, n) any(b) ballot(b)

@@ -195,7 +195,7 @@ def test_sanitizers_see_an_overrun_of_global_memory() -> None:
 
 def words_of(emulated: EmulatedRunner, x: torch.Tensor, bits: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """Results of values.cu, one column per word: [32, words] int32."""
-    out = torch.zeros(32, 32, dtype=torch.int32)
+    out = torch.zeros(32, 33, dtype=torch.int32)
     kernel = Kernel("values", SOURCES / "values.cu", (("ELEMENT", int(matrices.dtype == torch.bfloat16)),))
     params = ValuesParams(x.data_ptr(), bits.data_ptr(), matrices.data_ptr(), out.data_ptr())
     emulated.run(kernel, "values", Launch(1, 32, 512), params)
@@ -232,7 +232,7 @@ def test_words_compute_what_torch_does(emulated: EmulatedRunner, dtype: torch.dt
         next(columns).view(dtype).view(32, 2), exact.to(dtype), equal_nan=True, rtol=1e-2, atol=0
     )
     assert torch.equal(next(columns), byte_perm(bits))
-    for expected in (x[:, 0].exp2(), x[:, 0].square().log2(), x[:, 0].square().rsqrt()):
+    for expected in (x[:, 0].exp2(), x[:, 0].square().log2(), x[:, 0].square().sqrt(), x[:, 0].square().rsqrt()):
         torch.testing.assert_close(next(columns).view(torch.float32), expected)
     lanes = torch.arange(32)
     for source in (torch.full((32,), 5), lanes ^ 3, torch.where(lanes < 25, lanes + 7, lanes)):

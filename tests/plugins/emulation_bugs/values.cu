@@ -10,7 +10,7 @@ struct Params {
   uint32_t *out;
 };
 
-constexpr int WORDS = 32;
+constexpr int WORDS = 33;
 
 HW_KERNEL(values, Params, 32, 1) {
   const float x = load(p.x + 3 * lane()), y = load(p.x + 3 * lane() + 1), z = load(p.x + 3 * lane() + 2);
@@ -32,6 +32,7 @@ HW_KERNEL(values, Params, 32, 1) {
       byte_perm(a, b, c),
       bit_cast<uint32_t>(fast_exp2(x)),
       bit_cast<uint32_t>(fast_log2(x * x)),
+      bit_cast<uint32_t>(fast_sqrt(x * x)),
       bit_cast<uint32_t>(inverse_sqrt(x * x)),
       bit_cast<uint32_t>(shuffle(x, 5)),
       bit_cast<uint32_t>(shuffle_xor(x, 3)),
