@@ -3,7 +3,7 @@
 Urgent work runs before the next step: a crossed watermark, the review every N steps, and commits at turn end of
 policies that need no probe. Tokens of a running turn are staged at the watermark, and where the policy has signals,
 once they have cooled. Idle work runs when no turn can: probes first, then the commit they were for. A review
-that finds much staged does the same a piece at a time, between steps; so do idle conversations while memory is short.
+that finds much staged does the same a piece at a time, between steps; so does any while memory is short.
 Where that falls behind, and at the watermark, spans are committed by what is known of them; they stay marked, and a
 later probe still raises the scores of what was kept. What was kept whole until then gets its line in another commit.
 """
@@ -25,7 +25,7 @@ LEAD_TOKENS = 8
 OVERDUE_SPANS = 2
 # A commit costs about a step; at the watermark it should free more than one page.
 WATERMARK_MIN_PAGES = 4
-# Share of the KV memory in use from which idle conversations are compressed beside the steps of others.
+# Share of the KV memory in use from which text is compressed beside the steps of others.
 PRESSED = 0.5
 # Tokens that a step allows to be re-read then, at least, and that may add up.
 LEAST_ALLOWED, MOST_ALLOWED = 32, 1024
@@ -74,7 +74,7 @@ class Maintenance:
         self._cooling = Cooling(manager, conversations, probe.boundaries)
         self._num_steps = 0
         self._reviewed_step = 0  # at most one piece of work per review
-        self._allowed_tokens = 0  # of work on idle conversations while memory is short
+        self._allowed_tokens = 0  # that may be re-read beside steps while memory is short
         self._blocked_at_bytes: int | None = None
 
     def step_done(
@@ -104,16 +104,16 @@ class Maintenance:
             if work is not None:
                 return work
         work = self._first(c for c in self._conversations.values() if self._is_due_at_turn_end(c))
-        return work or self._compress_idle() or self._review()
+        return work or self._compress_beside() or self._review()
 
-    def _compress_idle(self) -> ProbeWork | CommitWork | None:
-        """While memory is short, idle conversations are re-read and committed beside the steps of others, as many
-        tokens as those have: else their caches are dropped one day, and all of their text is computed again.
+    def _compress_beside(self) -> ProbeWork | CommitWork | None:
+        """While memory is short, text is re-read and committed beside the steps of others, as many tokens as those
+        have, of idle conversations first: else their caches are dropped one day, and all of it is computed again.
         """
         if self._manager.pressure < PRESSED or self._allowed_tokens < self._probe.max_tokens:
             return None
-        for conversation in self._conversations.values():
-            if conversation.turn is not None or not conversation.policy.probe:
+        for conversation in sorted(self._conversations.values(), key=lambda c: c.turn is not None):
+            if not conversation.policy.probe:
                 continue
             work = self._next_probe(conversation, urgent=True) or self._first([conversation])
             if work is not None:
