@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from perf.serve import DEFAULT_ENGINE, server_options
 from perf.server import REPO_ROOT, TritonServer
 
 DEFAULT_KV_MIB = 176
-STEP_OF_ITL = 0.8
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -63,10 +62,8 @@ def _run(plan: Plan, options: DriverOptions, target: Target) -> RunRecord:
 
 
 def _run_own(args: argparse.Namespace, plan: Plan, policy: str) -> RunRecord:
-    options = server_options(args.engine, args.kv_mib, args.threads, policy, args.output / f"server-{policy}.log")
-    # Every server is told to keep the pause between tokens that its turns are judged by.
-    parameters = {**options.parameters, "max_step_ms": str(STEP_OF_ITL * args.itl_ms)}
-    with TritonServer(replace(options, parameters=parameters)) as server:
+    log = args.output / f"server-{policy}.log"
+    with TritonServer(server_options(args.engine, args.kv_mib, args.threads, policy, log)) as server:
         return _run(plan, DriverOptions(label=policy, end_sessions=False), target_of(server.grpc_url, args))
 
 
