@@ -28,7 +28,7 @@ WATERMARK_MIN_PAGES = 4
 # Share of the KV memory in use from which text is compressed beside the steps of others.
 PRESSED = 0.5
 # Tokens that a step allows to be re-read then, at least, and that may add up.
-LEAST_ALLOWED, MOST_ALLOWED = 32, 1024
+LEAST_ALLOWED, MOST_ALLOWED = 32, 256
 
 
 @dataclass(frozen=True, eq=False)
