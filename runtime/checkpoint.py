@@ -69,6 +69,7 @@ class KvTables:
     num_commits: int
     peak_bytes: int
     unprobed: tuple[tuple[int, int], ...]
+    whole: bool
     reread: tuple[tuple[int, int], ...]
     reread_at: int
 
@@ -244,7 +245,7 @@ def _read_tables(record: Any) -> KvTables | None:
         for page in record["pages"]
     )
     numbers = ("num_tokens", "committed_tokens", "num_commits", "peak_bytes", "reread_at")
-    whole = {name: int(record[name]) for name in numbers}
+    counted = {name: int(record[name]) for name in numbers}
     return KvTables(
         pages=pages,
         block_format=str(record["block_format"]),
@@ -252,8 +253,9 @@ def _read_tables(record: Any) -> KvTables | None:
         block_lens=tuple(map(int, record["block_lens"])),
         counts={str(state): int(count) for state, count in record["counts"].items()},
         unprobed=_spans(record["unprobed"]),
+        whole=bool(record.get("whole", False)),  # older ones do not say
         reread=_spans(record["reread"]),
-        **whole,
+        **counted,
     )
 
 

@@ -43,6 +43,7 @@ def tables_of(kv: ConversationKv) -> KvTables:
         num_commits=kv.num_commits,
         peak_bytes=kv.peak_bytes,
         unprobed=tuple(kv.unprobed),
+        whole=kv.whole,
         reread=tuple(kv.reread),
         reread_at=kv.reread_at,
     )
@@ -107,7 +108,7 @@ def reinstate(manager: KvManager, handle: int, tables: KvTables) -> KvPlace:
     kv.num_tokens = tables.num_tokens
     kv.committed_tokens, kv.num_commits = tables.committed_tokens, tables.num_commits
     kv.peak_bytes = tables.peak_bytes
-    kv.unprobed = list(tables.unprobed)
+    kv.unprobed, kv.whole = list(tables.unprobed), tables.whole
     kv.reread, kv.reread_at = list(tables.reread), tables.reread_at
     _fill_ledger(kv.ledger, {State(state): count for state, count in tables.counts.items()})
     return place_of(kv)

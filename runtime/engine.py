@@ -59,6 +59,7 @@ class Engine:
             parts.probe_prompt, parts.config.probe_tokens_per_step, parts.limits.max_seq_len, parts.boundaries
         )
         self._maintenance = Maintenance(manager, self._table.by_handle, probe, parts.config.watermark)
+        self._scheduler.can_compress = self._maintenance.can_compress
         self._lock = threading.RLock()
         self._upkeep = Upkeep(parts, self._maintenance, self._keeper, self._figures, self._lock, clock_ns)
         self._arrivals = threading.Event()  # set by submit and cancel: a running probe gives way
@@ -292,16 +293,19 @@ class Engine:
         return self._checkpoints.hold(conversation, event)
 
     def _relieve(self, starved: Starved) -> list[Event]:
-        """Nobody could get pages: compress what can be, else the newest turn gives up its cache or is refused."""
+        """Nobody could get pages: compress what can be, else an idle conversation gives up its cache, else the newest
+        turn does or is refused."""
         with self._lock:
-            commit = self._maintenance.reclaim()
-            if commit is None and starved.alone:
-                return self._fail(starved.victim, starved.error)
-            if commit is None:
+            work = self._maintenance.compress() or self._maintenance.reclaim()
+            if work is None and not self._keeper.make_room():
+                if starved.alone:
+                    return self._fail(starved.victim, starved.error)
                 self._scheduler.preempt(starved.victim)
                 self._keeper.release_dropped()
-        if commit is not None:
-            self._upkeep.commit(commit)
+        if isinstance(work, ProbeWork):
+            self._upkeep.probe(work, self._arrivals.is_set)
+        elif work is not None:
+            self._upkeep.commit(work)
         return []
 
     def _fail(self, conversation: Conversation, error: Exception) -> list[Event]:

@@ -112,14 +112,26 @@ class Maintenance:
         """
         if self._manager.pressure < PRESSED or self._allowed_tokens < self._probe.max_tokens:
             return None
+        work = self.compress()
+        if work is not None:
+            self._allowed_tokens -= self._probe.max_tokens
+        return work
+
+    def compress(self) -> ProbeWork | CommitWork | None:
+        """Re-reads or commits what has been staged, of idle conversations first; None if nothing can be done."""
         for conversation in sorted(self._conversations.values(), key=lambda c: c.turn is not None):
-            if not conversation.policy.probe:
-                continue
-            work = self._next_probe(conversation, urgent=True) or self._first([conversation])
-            if work is not None:
-                self._allowed_tokens -= self._probe.max_tokens
-                return work
+            if conversation.policy.probe:
+                work = self._next_probe(conversation, urgent=True) or self._first([conversation])
+                if work is not None:
+                    return work
         return None
+
+    def can_compress(self) -> bool:
+        """Whether `compress` has something to do, unless memory is too short even for that."""
+        if self._blocked_at_bytes is not None:
+            return False
+        probing = (self._manager[c.handle] for c in self._conversations.values() if c.policy.probe)
+        return any(kv.unprobed or kv.commit_due for kv in probing)
 
     def _review(self) -> ProbeWork | CommitWork | None:
         """For conversations that have much staged and have not been idle: one piece of work every N steps.

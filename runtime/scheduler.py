@@ -1,13 +1,15 @@
 """Chooses the rows of each step: decode rows first, then prefill chunks, within the token budget and the pace.
 
 Turns wait until `Admission` sees room for them to the end, tenants in the order of `TokenCounters`. Prompts are read
-in that order too. When pages run out all the same, idle conversations lose their cache first (their text stays, so it
-can be recomputed), then those that only wait; then whoever cannot run waits. Only when nobody can run at all does the
-newest running turn of the lowest priority give up its cache; a turn that is alone and still does not fit is refused.
+in that order too. When pages run out all the same, the engine compresses what it can; then idle conversations lose
+their cache (their text stays, so it can be recomputed), then those that only wait; then whoever cannot run waits. Only
+when nobody can run at all does the newest running turn of the lowest priority give up its cache; a turn that is alone
+and still does not fit is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from runtime.admission import Admission
@@ -66,6 +68,8 @@ class Scheduler:
         self._pace = StepPace(config.max_step_ms)
         self._counters = TokenCounters()
         self.evictor = evictor
+        # Whether something gives memory back without a loss; then no cache is dropped for a step.
+        self.can_compress: Callable[[], bool] = lambda: False
         self.waiting = WaitingTurns(self._counters)
         self.running: list[Conversation] = []
 
@@ -218,7 +222,7 @@ class Scheduler:
             try:
                 return self._manager.reserve_rows(conversation.handle, num_tokens)
             except OutOfMemoryError:
-                if not self.make_room():
+                if self.can_compress() or not self.make_room():
                     raise
 
     def _sequence(self, conversation: Conversation, reservation: RowReservation, now_ns: int) -> SequencePlan:

@@ -24,6 +24,7 @@ TABLES = KvTables(
     num_commits=2,
     peak_bytes=4096,
     unprobed=((8, 10),),
+    whole=True,
     reread=((2, 6),),
     reread_at=9,
 )

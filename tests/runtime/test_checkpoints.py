@@ -228,7 +228,8 @@ def test_a_policy_chosen_by_task_is_found_again() -> None:
 def test_every_field_of_a_conversation_is_kept_or_left_out_knowingly(replica: Callable[..., Replica]) -> None:
     """Whoever adds a field decides here whether a checkpoint must carry it."""
     kept = {"policy", "num_rows", "page_tokens", "pages", "blocks", "ledger", "num_tokens", "committed_tokens",
-            "num_commits", "peak_bytes", "unprobed", "reread", "reread_at", "_protected"}  # fmt: skip
+            "num_commits", "peak_bytes", "unprobed", "whole", "reread",
+            "reread_at", "_protected"}  # fmt: skip
     derived = {"_page_ids", "_page_lens"}
     assert set(vars(ConversationKv(ALL_POLICIES["full"], "fp32", 4, 16))) == kept | derived
     text = {"conversation_id", "policy", "tenant"} | {field.name for field in dataclasses.fields(ChatText)}

@@ -17,7 +17,7 @@ from runtime.engine import Engine
 from runtime.errors import ConfigError
 from runtime.kv_manager import KvManager
 from runtime.policy.base import Policy, Schedule
-from runtime.request import Request, SamplingParams
+from runtime.request import ErrorEvent, Request, SamplingParams
 from runtime.step import ProbePlan
 
 CONFIG = RuntimeConfig(kv_memory_bytes=1 << 20, tokens_per_step=24, probe_tokens_per_step=16)
@@ -46,11 +46,15 @@ class Watched:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return watch(monkeypatch, CONFIG)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, config: RuntimeConfig) -> Watched:
     policy = Policy(
         name="reread", score="probe", floor_entries=2, schedule=dataclasses.replace(EAGER, reread_growth=1.5)
     )
     monkeypatch.setitem(registry.ALL_POLICIES, "reread", policy)
-    engine, executor, manager = make_engine(CONFIG, policy="reread")
+    engine, executor, manager = make_engine(config, policy="reread")
     found = Watched(engine, manager)
     probe = executor.probe
 
@@ -198,6 +202,29 @@ def test_steps_of_others_are_not_outrun_by_it(watched: Watched, monkeypatch: pyt
     pieces, steps = len(watched.done) - pieces, watched.engine.stats().steps - steps
     assert watched.kv.unprobed, "there is more to do"
     assert 0 < pieces <= 1 + steps * 4 // 16 + steps // EAGER.every_steps  # the last: reviews
+
+
+def test_what_can_be_compressed_is_before_a_cache_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second conversation finds room in what the first one does not need, and that one goes on where it was."""
+
+    def hold_one(config: RuntimeConfig) -> Watched:
+        watched = watch(monkeypatch, config)
+        watched.turn("hello " * 40)
+        while watched.engine.has_turns():
+            watched.engine.step()
+        return watched
+
+    monkeypatch.setattr(maintenance, "PRESSED", 2.0)  # nothing is done ahead
+    needed = hold_one(CONFIG).manager.budget.used_bytes
+    watched = hold_one(dataclasses.replace(CONFIG, kv_memory_bytes=int(1.3 * needed)))
+    assert not watched.done
+    watched.engine.submit(Request("other", "hello " * 40, SamplingParams(max_tokens=1), "d"))
+    while watched.engine.has_turns():
+        watched.engine.step()
+    assert watched.engine.stats().commits and not watched.kv.num_staged
+    assert sum(watched.engine.stats().evictions.values()) == 0
+    watched.turn("and on")
+    assert not any(isinstance(event, ErrorEvent) for event in drain(watched.engine))
 
 
 def test_growth_that_would_never_rest_is_refused() -> None:
