@@ -141,6 +141,8 @@ class Maintenance:
         """
         if self._num_steps == self._reviewed_step:
             return None
+        if all(conversation.turn is None for conversation in self._conversations.values()):
+            return None  # nobody is held up: idle work reads first and commits then
         for conversation in self._conversations.values():
             schedule = conversation.policy.schedule
             num_staged = self._manager[conversation.handle].num_staged

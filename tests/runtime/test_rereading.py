@@ -169,6 +169,16 @@ def test_a_busy_engine_commits_overdue_text_whole_and_reads_it_again_later(watch
     assert kept < 0.5 * watched.kv.committed_tokens * watched.kv.num_rows, "its line was drawn when it had been read"
 
 
+def test_an_idle_engine_reads_a_long_turn_before_it_commits_it(watched: Watched) -> None:
+    watched.turn("hello " * 40)
+    while watched.engine.has_turns():
+        watched.engine.step()
+    assert watched.kv.num_staged >= maintenance.OVERDUE_SPANS * EAGER.span_tokens, "more than a busy engine would keep"
+    while not watched.engine.stats().commits:
+        watched.engine.step()
+    assert not watched.kv.unprobed and not watched.kv.whole
+
+
 def busy_beside_idle(watched: Watched) -> None:
     """A conversation that has just ended a long turn, while another one goes on for long."""
     watched.turn("hello " * 40)
