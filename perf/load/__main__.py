@@ -25,7 +25,7 @@ from perf.load.turn_stream import Target
 from perf.serve import DEFAULT_ENGINE, server_options
 from perf.server import REPO_ROOT, TritonServer
 
-DEFAULT_KV_MIB = 176
+DEFAULT_KV_MIB = 112
 
 
 def _parser() -> argparse.ArgumentParser:

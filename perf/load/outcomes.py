@@ -70,10 +70,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a good turn keeps: time to first token, and the mean pause between tokens."""
+    """What a good turn keeps: time to first token, and the mean pause between tokens.
 
-    ttft_s: float = 2.0
-    itl_s: float = 0.25
+    The defaults are for two cores, where a tool's output of 600 tokens alone takes 2 s to read.
+    """
+
+    ttft_s: float = 10.0
+    itl_s: float = 1.0
 
     def good(self, turn: TurnOutcome) -> bool:
         ttft = turn.ttft_s

@@ -31,20 +31,22 @@ class Workload:
     tokens: that a session grows to in its first turns; after them it talks in short turns.
     growth_turns: turns in which it grows; the first brings half of it.
     cancel_share: share of the turns whose client leaves before the answer is complete.
+
+    The defaults are what two cores can carry: they read some 400 tokens a second, and re-reading takes as many again.
     """
 
-    sessions: int = 8
-    ramp_s: float = 75.0
-    duration_s: float = 200.0
+    sessions: int = 6
+    ramp_s: float = 140.0
+    duration_s: float = 280.0
     bursts: int = 2
     burst_share: float = 0.34
     agent_share: float = 0.67
-    tokens: int = 4000
+    tokens: int = 3000
     growth_turns: int = 5
     talk_words: int = 24
     answer_tokens: int = 24
-    tool_think_s: float = 1.5
-    user_think_s: float = 9.0
+    tool_think_s: float = 6.0
+    user_think_s: float = 25.0
     cancel_share: float = 0.04
     seed: int = 1
 

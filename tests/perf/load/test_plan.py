@@ -7,7 +7,9 @@ import pytest
 from perf.load.plan import Plan, Workload, make_plan
 from runtime.errors import ConfigError
 
-MANY = Workload(sessions=60, ramp_s=30.0, duration_s=90.0, tokens=800, cancel_share=0.1)
+MANY = Workload(
+    user_think_s=9.0, tool_think_s=1.5, sessions=60, ramp_s=30.0, duration_s=90.0, tokens=800, cancel_share=0.1
+)
 
 
 @pytest.fixture(scope="module")
