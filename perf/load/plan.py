@@ -37,7 +37,7 @@ class Workload:
 
     sessions: int = 6
     ramp_s: float = 140.0
-    duration_s: float = 280.0
+    duration_s: float = 255.0
     bursts: int = 2
     burst_share: float = 0.34
     agent_share: float = 0.67
