@@ -83,8 +83,10 @@ class SoakClient:
 
     async def _ask(self, values: dict[str, Any], patience: Patience | None = None) -> Answer:
         patience = patience or Patience(TURN_TIMEOUT_S)
-        left, self._left = self._left, False
-        ask = self._requests.ask_after_leaving if left and "conversation_id" in values else self._requests.ask
+        if values.get("conversation_id") != self._conversation:  # it says nothing of the turn that was left before
+            return await self._requests.ask(values, self._request_id(), patience)
+        ask = self._requests.ask_after_leaving if self._left else self._requests.ask
+        self._left = False
         answer = await ask(values, self._request_id(), patience)
         self._left = answer.status == "left"
         return answer
