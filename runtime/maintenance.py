@@ -27,8 +27,8 @@ OVERDUE_SPANS = 2
 WATERMARK_MIN_PAGES = 4
 # Share of the KV memory in use from which text is compressed beside the steps of others.
 PRESSED = 0.5
-# Tokens that a step allows to be re-read then, at least, and that may add up.
-LEAST_ALLOWED, MOST_ALLOWED = 32, 256
+# Tokens that a step allows to be re-read then, at least, and pieces that may add up.
+LEAST_ALLOWED, MOST_PIECES = 32, 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +74,7 @@ class Maintenance:
         self._cooling = Cooling(manager, conversations, probe.boundaries)
         self._num_steps = 0
         self._reviewed_step = 0  # at most one piece of work per review
+        self._futile = False  # there was nothing to compress, or no room to do it in
         self._allowed_tokens = 0  # that may be re-read beside steps while memory is short
         self._blocked_at_bytes: int | None = None
 
@@ -85,7 +86,8 @@ class Maintenance:
         signals: of those that were watched.   num_tokens: rows of the step.
         """
         self._num_steps += 1
-        self._allowed_tokens = min(MOST_ALLOWED, self._allowed_tokens + max(LEAST_ALLOWED, num_tokens))
+        most = MOST_PIECES * self._probe.max_tokens
+        self._allowed_tokens = min(most, self._allowed_tokens + max(LEAST_ALLOWED, num_tokens))
         self._cooling.step_done(ran, signals)
 
     def commit_failed(self) -> None:
@@ -96,6 +98,7 @@ class Maintenance:
         """Freezes what the turn left behind the recent window."""
         if conversation.policy.schedule.at_turn_end:
             self._manager.stage(conversation.handle, Event.TURN_ENDED)
+        self._futile = False
 
     def urgent(self) -> ProbeWork | CommitWork | None:
         """A commit that should not wait for idle time, or the probe before it."""
@@ -123,12 +126,14 @@ class Maintenance:
             if conversation.policy.probe:
                 work = self._next_probe(conversation, urgent=True) or self._first([conversation])
                 if work is not None:
+                    self._futile = False
                     return work
+        self._futile = True
         return None
 
     def can_compress(self) -> bool:
-        """Whether `compress` has something to do, unless memory is too short even for that."""
-        if self._blocked_at_bytes is not None:
+        """Whether `compress` has something to do; not where it found no room for that when it was tried last."""
+        if self._futile or self._blocked_at_bytes is not None:
             return False
         probing = (self._manager[c.handle] for c in self._conversations.values() if c.policy.probe)
         return any(kv.unprobed or kv.commit_due for kv in probing)

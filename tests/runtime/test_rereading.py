@@ -204,7 +204,7 @@ def test_steps_of_others_are_not_outrun_by_it(watched: Watched, monkeypatch: pyt
     """Every decode row allows a few tokens to be re-read, so that nobody waits long for the next one."""
     monkeypatch.setattr(KvManager, "pressure", property(lambda _: maintenance.PRESSED))
     monkeypatch.setattr(maintenance, "LEAST_ALLOWED", 4)
-    monkeypatch.setattr(maintenance, "MOST_ALLOWED", 16)
+    monkeypatch.setattr(maintenance, "MOST_PIECES", 1)
     busy_beside_idle(watched)
     pieces, steps = len(watched.done), watched.engine.stats().steps
     for _ in range(20):
@@ -235,6 +235,21 @@ def test_what_can_be_compressed_is_before_a_cache_is_dropped(monkeypatch: pytest
     assert sum(watched.engine.stats().evictions.values()) == 0
     watched.turn("and on")
     assert not any(isinstance(event, ErrorEvent) for event in drain(watched.engine))
+
+
+def test_text_that_finds_no_room_to_be_read_holds_nobody_up(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a step would wait for it while idle caches could be dropped."""
+    watched.turn("hello " * 40)
+    while watched.engine.has_turns():
+        watched.engine.step()
+    upkeep = watched.engine._maintenance
+    assert upkeep.can_compress()
+    monkeypatch.setattr(upkeep, "_next_probe", lambda *_, **__: None)
+    monkeypatch.setattr(upkeep, "_first", lambda _: None)
+    assert upkeep.compress() is None and not upkeep.can_compress()
+    monkeypatch.undo()
+    upkeep.turn_ended(watched.engine.conversation("c"))
+    assert upkeep.can_compress() and upkeep.compress() is not None
 
 
 def test_growth_that_would_never_rest_is_refused() -> None:
