@@ -177,7 +177,8 @@ def report(found: Explanation, decode: Decode, worst: int | None = None) -> str:
     for record in found.commits:
         entries = len(record["positions"]) * len(record["rows"])
         lines.append(
-            f"commit {record['commit']}, after turn {record['turn']}: {len(record['positions'])} tokens, "
+            f"commit {record['commit']}, after turn {record['turn']}: {len(record['positions'])} tokens"
+            f"{' computed anew' if record['renewed'] else ''}, "
             f"{record['kept'] / entries:.0%} of their entries kept; {record['absorbed']} entries absorbed, "
             f"{record['dropped']} dropped; line {_number(record['line'])}; {record['bytes_before']:,} -> "
             f"{record['bytes_after']:,} bytes"

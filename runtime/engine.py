@@ -24,10 +24,11 @@ from runtime.engine_parts import EngineParts
 from runtime.eviction import Evictor
 from runtime.figures import EngineStats, Figures
 from runtime.keeper import Keeper
-from runtime.kv_manager import Freed
 from runtime.kv_totals import kv_totals
-from runtime.maintenance import CommitWork, Maintenance, ProbeSettings, ProbeWork
+from runtime.maintenance import Maintenance
+from runtime.probing import CommitWork, ProbeSettings, ProbeWork
 from runtime.request import ErrorEvent, Event, KvStats, Request
+from runtime.reservations import Freed
 from runtime.scheduler import Scheduler, Starved, StepWork
 from runtime.step import ProbePlan, StepResult
 from runtime.upkeep import Upkeep

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from runtime.conversation import Conversation
 from runtime.conversation_table import ConversationTable
 from runtime.figures import EvictionReason, Figures
-from runtime.kv_manager import Freed, KvManager
+from runtime.kv_manager import KvManager
+from runtime.reservations import Freed
 
 LOST_TO_MEMORY = "kv dropped (memory)"
 LOST_TO_ROLLBACK = "kv dropped (a turn was undone after tokens of it had been compressed)"
@@ -34,9 +35,17 @@ class Evictor:
         conversation.loss = loss
         self._figures.count_eviction(reason)
 
+    def drop_twins(self) -> bool:
+        """Gives up the caches that are being computed anew; False if there are none."""
+        twins = self._manager.twins
+        self.dropped += [self._manager.drop_twin(handle) for handle in twins]
+        return bool(twins)
+
     def drop_one(self, waiting: Iterable[Conversation]) -> bool:
-        """Takes the cache of an idle conversation; where none has any, of one whose turn only waits, the last in the
-        queue first. False if there is none."""
+        """Takes twins first, then the cache of an idle conversation; where none has any, of one whose turn only waits,
+        the last in the queue first. False if there is none."""
+        if self.drop_twins():
+            return True
         victim = self.first_to_go(filter(self._has_cache, self._table.idle.values()), self._bytes)
         if victim is None:
             victim = next(filter(self._has_cache, reversed(list(waiting))), None)

@@ -33,16 +33,18 @@ from runtime.hf_model import (
     prepare_model,
     probe_tokens_of,
 )
-from runtime.kv_manager import Freed, KvManager, RowReservation
+from runtime.kv_manager import KvManager
 from runtime.kv_storage import KvStorage
-from runtime.maintenance import CommitWork, Maintenance, ProbeSettings, ProbeWork
+from runtime.maintenance import Maintenance
 from runtime.policy.base import Policy
 from runtime.policy.check import check_model
 from runtime.policy.recording import recording_of
 from runtime.policy.registry import get_policy
 from runtime.policy.task_type import detect_task
+from runtime.probing import CommitWork, ProbeSettings, ProbeWork
 from runtime.protection import protected_ranges, token_ranges
 from runtime.request import KvStats
+from runtime.reservations import Freed, RowReservation
 from runtime.step import SequencePlan
 from runtime.step_tables import StepRows
 from runtime.wiring import choose_forms
@@ -304,8 +306,7 @@ class CommitKVCache(RoutedCache):
         try:
             done = self._executor.probe(work.plan, lambda: False)
         finally:
-            self._maintenance.settle_probe(work, done)
-            self._release(Freed(work.reservation.new_page_ids))
+            self._release(self._maintenance.settle_probe(work, done))
 
     def _commit(self, work: CommitWork) -> bool:
         """False, with nothing changed, where there is no room to write the new blocks."""
@@ -321,6 +322,9 @@ class CommitKVCache(RoutedCache):
             self._manager.cancel_commit(reservation)
             raise
         self._release(self._manager.settle_commit(reservation))
+        _, replaced = self._maintenance.committed(work.plan.handle)
+        if replaced is not None:
+            self._release(replaced)
         return True
 
     def _release(self, freed: Freed) -> None:

@@ -9,7 +9,8 @@ from runtime.errors import OutOfMemoryError
 from runtime.eviction import LOST_TO_ROLLBACK, Evictor
 from runtime.figures import EvictionReason, Figures
 from runtime.history import HeldMessage
-from runtime.kv_manager import Freed, KvManager
+from runtime.kv_manager import KvManager
+from runtime.reservations import Freed
 from runtime.scheduler import Scheduler
 from runtime.step import Executor
 

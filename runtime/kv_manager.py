@@ -8,56 +8,30 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
 
 from plugins.layout import STORABLE, BlockLayout, PageLayout
-from runtime.commit_planner import CommitDraft, draft_commit, is_unscored, make_line_plan
+from runtime.commit_planner import draft_commit, is_unscored, make_line_plan
 from runtime.config import DTYPE_BYTES, EngineLimits, ModelSpec
-from runtime.errors import ConfigError, OutOfMemoryError, UnsupportedPolicyError
+from runtime.errors import ConfigError, OutOfMemoryError
 from runtime.kv_checks import check_conversations, check_pools
 from runtime.kv_state import ConversationKv, make_block_table
 from runtime.lifecycle import Event, State, transition
 from runtime.page_pool import ByteBudget, IdPool
 from runtime.policy.base import Policy
-from runtime.policy.check import check_model
+from runtime.policy.check import check_engine, check_model
 from runtime.request import KvStats
+from runtime.reservations import CommitReservation, Freed, RowReservation
 from runtime.shared_prefix import SharedPrefixes
-from runtime.step import BlockTable, KvView, LinePlan, LineResult, PublishPlan, int32
+from runtime.step import LinePlan, LineResult, int32
 
 
-@dataclass(frozen=True, eq=False)
-class RowReservation:
-    """Room for `num_tokens` new tokens of one conversation; scratch rows (a probe's) leave nothing behind."""
-
-    handle: int
-    num_tokens: int
-    new_page_ids: array[int]
-    slots: array[int]
-    view: KvView
-    scratch: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Freed:
-    """Ids that nobody owns any more, for `Executor.release`."""
-
-    page_ids: array[int]
-    blocks: BlockTable | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class CommitReservation:
-    """Blocks and pages taken for the second half of a commit."""
-
-    handle: int
-    plan: PublishPlan
-    draft: CommitDraft
-    new_block_ids: array[int]
-    new_page_ids: array[int]
+def twin_of(handle: int) -> int:
+    """Handle of the cache that is computed anew to take the place of `handle`'s, and back."""
+    return -1 - handle
 
 
 class KvManager:
-    """Pages and blocks of all conversations within `kv_memory_bytes`."""
+    """Pages and blocks of all conversations, and of their twins, within `kv_memory_bytes`."""
 
     def __init__(
         self,
@@ -130,22 +104,7 @@ class KvManager:
         assert handle not in self._conversations, handle
         check_model(policy, self.spec)
         block_format = self._kv_dtype if policy.block_format == "kv" else policy.block_format
-        if policy.compresses and self._only_format not in (None, block_format):
-            raise UnsupportedPolicyError(
-                f"policy {policy.name}: keeps {block_format} blocks, expected {self._only_format}, the one format that "
-                f"this engine was built for; choose another policy, or build the engine with --policy {policy.name}"
-            )
-        if policy.score == "sum" and self._only_format is not None:
-            raise UnsupportedPolicyError(
-                f"policy {policy.name}: adds attention weights up, expected one that compares them, which is all that "
-                f"this engine's attention records; choose another policy, or run it on an engine for torch"
-            )
-        if policy.compresses and policy.signals.need_device and self._only_format is not None:
-            raise UnsupportedPolicyError(
-                f"policy {policy.name}: its signals read attention or hidden states of every step, expected none or "
-                f"signals.boundary alone, since a TensorRT engine reports neither; set the weights of "
-                f"signals.attention, entropy and jump to 0, or run it on an engine for torch"
-            )
+        check_engine(policy, block_format, self._only_format)
         kv = ConversationKv(policy, block_format, self.spec.num_kv_rows, self.page_tokens)
         kv.protect(0, policy.protection.sink_tokens)
         self._conversations[handle] = kv
@@ -157,12 +116,13 @@ class KvManager:
         return handle in self._conversations
 
     def release(self, handle: int) -> Freed:
-        """Frees everything a conversation holds that nobody shares."""
+        """Frees everything a conversation holds that nobody shares, and its twin."""
+        page_ids = self.drop_twin(handle).page_ids
         kv = self._conversations.pop(handle)
         for state in State:
             if state is not State.GONE:
                 kv.ledger.move(state, Event.RELEASED, kv.ledger[state])
-        page_ids = self._give_pages(handle, [page.page_id for page in kv.pages])
+        page_ids += self._give_pages(handle, [page.page_id for page in kv.pages])
         self.shared.forget(handle)
         self._blocks[kv.blocks.format].give(kv.blocks.ids)
         return Freed(page_ids, kv.blocks)
@@ -208,6 +168,9 @@ class KvManager:
             return None
         freed = self._give_pages(handle, gone, num_shared)
         self.shared.cut(handle, num_tokens)
+        twin = self._conversations.get(twin_of(handle))
+        if twin is not None and twin.num_tokens > num_tokens:
+            freed += self.drop_twin(handle).page_ids
         return Freed(freed)
 
     def rollback(self, handle: int, num_tokens: int) -> Freed:
@@ -228,6 +191,41 @@ class KvManager:
         freed.extend(self.shared.leave(handle, num_shared))
         self._pages.give(freed)
         return freed
+
+    # Twins: caches that are computed anew, whole, to take the place of compressed ones
+
+    def open_twin(self, handle: int) -> None:
+        """Starts an empty cache beside that of a conversation, for the same tokens."""
+        twin = twin_of(handle)
+        self.open(twin, self[handle].policy)
+        self.shared.announce(twin, *self.shared.prefix(handle))
+
+    def stage_twin(self, handle: int) -> None:
+        """Freezes what lies behind the recent window of a twin, under the conversation's own protection."""
+        for start, end in self[handle].protected_ranges():
+            self[twin_of(handle)].protect(start, end)
+        self.stage(twin_of(handle), Event.TURN_ENDED)
+
+    def replace(self, handle: int) -> Freed:
+        """The twin takes the place of the cache, which is freed. Both have the same tokens."""
+        before, twin = self[handle], self._conversations.pop(twin_of(handle))
+        assert twin.num_tokens == before.num_tokens, (twin.num_tokens, before.num_tokens)
+        freed = self.release(handle)
+        self._conversations[handle] = twin
+        self.shared.rename(twin_of(handle), handle)
+        twin.peak_bytes, twin.reread_at = before.peak_bytes, twin.num_tokens
+        return freed
+
+    def drop_twin(self, handle: int) -> Freed:
+        """Gives up a twin, if there is one."""
+        if handle < 0 or twin_of(handle) not in self:
+            return Freed(int32())
+        return self.release(twin_of(handle))
+
+    @property
+    def twins(self) -> list[int]:
+        """Handles of the conversations that have one."""
+        return [twin_of(handle) for handle in self._conversations if handle < 0]
 
     # Shared prefixes
 
@@ -344,6 +342,7 @@ class KvManager:
         policy = kv.policy.at_commit(kv.num_commits)
         kv.whole = policy.redraw and is_unscored(policy, kv)
         page_ids, block_ids = reservation.draft.apply(kv, reservation.plan, reservation.new_page_ids)
+        kv.reread_at = kv.reread_at or kv.num_tokens
         self._pages.give(page_ids)
         self._blocks[kv.blocks.format].give(block_ids)
         return Freed(page_ids, make_block_table(kv.blocks.format, [[(i, self.block_entries) for i in block_ids]]))

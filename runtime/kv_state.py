@@ -52,7 +52,7 @@ class ConversationKv:
     unprobed: [start, end) spans of logical positions that were staged and not yet re-read.
     whole: the last commit kept everything, since some of it had not been re-read.
     reread: spans still to be re-read once more, now that they are older.   reread_at: tokens it had when that began
-        last, or when its first entries were scored; 0: none are.
+        last, or at its first commit; 0: there was none.
     """
 
     def __init__(self, policy: Policy, block_format: str, num_rows: int, page_tokens: int) -> None:
@@ -196,6 +196,10 @@ class ConversationKv:
     def begin_reread(self, end: int) -> None:
         """All positions under `end` are to be re-read once more."""
         self.reread, self.reread_at = [(0, end)], self.num_tokens
+
+    def outgrown(self, growth: float) -> bool:
+        """Whether there are `growth` times as many tokens as when its entries were last scored; never for 0."""
+        return growth > 0 and self.blocks.num_blocks > 0 and self.num_tokens >= growth * self.reread_at
 
     def probed(self, start: int, end: int, *, again: bool = False) -> None:
         """[start, end) at the head of `unprobed`, or of `reread`, was re-read."""

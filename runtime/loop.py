@@ -12,6 +12,7 @@ from runtime.checkpoint_hook import CheckpointFigures
 from runtime.engine import Engine
 from runtime.errors import CommitKVError, ServerStoppingError
 from runtime.figures import EngineStats
+from runtime.heap import Heap
 from runtime.request import ErrorEvent, Event, FinishEvent, KvStats, Request
 
 log = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class EngineLoop:
             self._on_death()
 
     def _run_steps(self) -> None:
-        num_failed = 0
+        num_failed, heap = 0, Heap()
         while not self._stopping:
             try:
                 events, worked = self._engine.step()
@@ -135,6 +136,7 @@ class EngineLoop:
                 worked = True
             for event in events:
                 self._deliver(event)
+            heap.trim_when_due()
             if not worked:
                 self._engine.wait_for_work(IDLE_WAIT_S)
 

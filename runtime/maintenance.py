@@ -11,17 +11,16 @@ later probe still raises the scores of what was kept. What was kept whole until 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from runtime.conversation import Conversation
 from runtime.cooling import Cooling
-from runtime.errors import OutOfMemoryError
-from runtime.kv_manager import KvManager, RowReservation
+from runtime.kv_manager import KvManager
 from runtime.lifecycle import Event, State
-from runtime.step import LinePlan, ProbePlan, SignalResult
+from runtime.probing import CommitWork, Prober, ProbeSettings, ProbeWork
+from runtime.renewal import Renewal
+from runtime.reservations import Freed
+from runtime.step import SignalResult
 
-# Tokens before a probed piece that are re-read with it, so that its first tokens have a context to be found by.
-LEAD_TOKENS = 8
 OVERDUE_SPANS = 2
 # A commit costs about a step; at the watermark it should free more than one page.
 WATERMARK_MIN_PAGES = 4
@@ -29,36 +28,6 @@ WATERMARK_MIN_PAGES = 4
 PRESSED = 0.5
 # Tokens that a step allows to be re-read then, at least, and pieces that may add up.
 LEAST_ALLOWED, MOST_PIECES = 32, 2
-
-
-@dataclass(frozen=True, eq=False)
-class ProbeWork:
-    """urgent: belongs to a review and is not interrupted, or it would starve under steady load.   again: the span was
-    re-read before, when it was nearer."""
-
-    plan: ProbePlan
-    reservation: RowReservation
-    span: tuple[int, int]
-    urgent: bool = False
-    again: bool = False
-
-
-@dataclass(frozen=True)
-class CommitWork:
-    plan: LinePlan
-
-
-@dataclass(frozen=True)
-class ProbeSettings:
-    """prompt: tokens that ask the model to repeat the text.   max_tokens: of a span per probe.
-
-    boundaries: ids of the tokens that separate messages, for `runtime.policy.signals`.
-    """
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    max_seq_len: int
-    boundaries: frozenset[int] = frozenset()
 
 
 class Maintenance:
@@ -69,7 +38,8 @@ class Maintenance:
     ) -> None:
         self._manager = manager
         self._conversations = conversations
-        self._probe = probe
+        self._prober = Prober(manager, probe)
+        self._renewal = Renewal(manager, self._prober, PRESSED)
         self._watermark = watermark
         self._cooling = Cooling(manager, conversations, probe.boundaries)
         self._num_steps = 0
@@ -86,7 +56,7 @@ class Maintenance:
         signals: of those that were watched.   num_tokens: rows of the step.
         """
         self._num_steps += 1
-        most = MOST_PIECES * self._probe.max_tokens
+        most = MOST_PIECES * self._prober.settings.max_tokens
         self._allowed_tokens = min(most, self._allowed_tokens + max(LEAST_ALLOWED, num_tokens))
         self._cooling.step_done(ran, signals)
 
@@ -113,11 +83,11 @@ class Maintenance:
         """While memory is short, text is re-read and committed beside the steps of others, as many tokens as those
         have, of idle conversations first: else their caches are dropped one day, and all of it is computed again.
         """
-        if self._manager.pressure < PRESSED or self._allowed_tokens < self._probe.max_tokens:
+        if self._manager.pressure < PRESSED or self._allowed_tokens < self._prober.settings.max_tokens:
             return None
         work = self.compress()
         if work is not None:
-            self._allowed_tokens -= self._probe.max_tokens
+            self._allowed_tokens -= self._prober.settings.max_tokens
         return work
 
     def compress(self) -> ProbeWork | CommitWork | None:
@@ -202,7 +172,11 @@ class Maintenance:
         for conversation in self._conversations.values():
             if conversation.turn is not None or not conversation.policy.compresses:
                 continue
-            work = self._next_probe(conversation) or self._next_reread(conversation)
+            work = (
+                self._renewal.next_work(conversation)
+                or self._next_probe(conversation)
+                or self._next_reread(conversation)
+            )
             if work is not None:
                 return work
             if conversation.policy.schedule.on_idle and self._manager[conversation.handle].commit_due:
@@ -211,11 +185,18 @@ class Maintenance:
                     return commit
         return None
 
-    def settle_probe(self, work: ProbeWork, done: bool) -> None:
-        """The span's piece was re-read, or the probe gave way and stays to be done."""
-        self._manager.settle_rows(work.reservation)
-        if done:
+    def settle_probe(self, work: ProbeWork, done: bool) -> Freed:
+        """The piece was read, or gave way and stays to be done. Returns the pages that nobody needs any more."""
+        if work.span is None and done:
+            return self._manager.settle_rows(work.reservation)
+        self._manager.cancel_rows(work.reservation)
+        if work.span is not None and done:
             self._manager[work.plan.handle].probed(*work.span, again=work.again)
+        return Freed(work.reservation.new_page_ids)
+
+    def committed(self, handle: int) -> tuple[int, Freed | None]:
+        """A commit of the cache `handle` was settled. Returns the conversation's handle and what more is free now."""
+        return self._renewal.settle(handle)
 
     def _is_due_at_turn_end(self, conversation: Conversation) -> bool:
         policy = conversation.policy
@@ -238,7 +219,7 @@ class Maintenance:
         kv = self._manager[conversation.handle]
         if not conversation.policy.probe or not kv.unprobed:
             return None
-        return self._probe_of(conversation, kv.unprobed[0], urgent=urgent)
+        return self._prober.reread(conversation, kv.unprobed[0], urgent=urgent)
 
     def _next_reread(self, conversation: Conversation) -> ProbeWork | None:
         """The next piece of all the text, once the conversation has outgrown its entries' scores.
@@ -246,38 +227,11 @@ class Maintenance:
         How much of an entry is read depends on how far away it is: what a span scored when it was new says too much
         of heads that only look nearby. Its scores fade when this begins, and are raised again piece by piece.
         """
-        kv, growth = self._manager[conversation.handle], conversation.policy.schedule.reread_growth
-        if not conversation.policy.probe or not growth or not kv.blocks.num_blocks:
+        kv, schedule = self._manager[conversation.handle], conversation.policy.schedule
+        if not conversation.policy.probe or self._renewal.is_under_way(conversation):
             return None
-        kv.reread_at = kv.reread_at or kv.num_tokens  # first scored now
         if not kv.reread:
-            if kv.num_staged or kv.num_tokens < growth * kv.reread_at:
+            if kv.num_staged or not kv.outgrown(schedule.reread_growth):
                 return None
-            kv.begin_reread(kv.num_tokens - conversation.policy.schedule.recent_tokens)
-        return self._probe_of(conversation, kv.reread[0], again=True)
-
-    def _probe_of(
-        self, conversation: Conversation, span: tuple[int, int], *, urgent: bool = False, again: bool = False
-    ) -> ProbeWork | None:
-        kv = self._manager[conversation.handle]
-        start = span[0]
-        end = min(span[1], start + self._probe.max_tokens)
-        lead = min(LEAD_TOKENS, start)
-        token_ids = (*self._probe.prompt, *conversation.tokens[start - lead : end])
-        try:
-            reservation = self._manager.reserve_scratch(conversation.handle, len(token_ids))
-        except OutOfMemoryError:
-            return None  # no spare memory: the span is committed by `seen` alone
-        plan = ProbePlan(
-            handle=conversation.handle,
-            token_ids=token_ids,
-            # Beyond the model's range the re-read moves closer; its distances are a little short then.
-            first_position=max(0, min(kv.num_tokens, self._probe.max_seq_len - len(token_ids))),
-            slots=reservation.slots,
-            view=reservation.view,
-            first_scored_row=len(self._probe.prompt),
-            record_skip=conversation.policy.schedule.recent_tokens,
-            fades=again and start == 0,
-            squares=conversation.policy.score == "norm",
-        )
-        return ProbeWork(plan, reservation, (start, end), urgent, again)
+            kv.begin_reread(kv.num_tokens - schedule.recent_tokens)
+        return self._prober.reread(conversation, kv.reread[0], again=True)

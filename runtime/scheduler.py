@@ -19,9 +19,10 @@ from runtime.errors import OutOfMemoryError
 from runtime.eviction import LOST_TO_MEMORY, Evictor
 from runtime.fairness import TokenCounters, WaitingTurns
 from runtime.figures import EngineLoad
-from runtime.kv_manager import KvManager, RowReservation
+from runtime.kv_manager import KvManager
 from runtime.pace import StepPace
 from runtime.policy.recording import recording_of, watch_of
+from runtime.reservations import RowReservation
 from runtime.step import SampleSpec, SequencePlan, StepPlan
 
 
@@ -222,7 +223,7 @@ class Scheduler:
             try:
                 return self._manager.reserve_rows(conversation.handle, num_tokens)
             except OutOfMemoryError:
-                if self.can_compress() or not self.make_room():
+                if not self.evictor.drop_twins() and (self.can_compress() or not self.make_room()):
                     raise
 
     def _sequence(self, conversation: Conversation, reservation: RowReservation, now_ns: int) -> SequencePlan:

@@ -153,6 +153,16 @@ class SharedPrefixes:
         del held[num_kept:]
         return gone
 
+    def rename(self, handle: int, to: int) -> None:
+        """What `handle` shares is `to`'s from now on, which must share nothing."""
+        prefix = self._prefixes.pop(handle, None)
+        if prefix is None:
+            return
+        assert to not in self._prefixes
+        self._prefixes[to] = prefix
+        for page_id in prefix.held:
+            self._holders[page_id] = {to if one == handle else one: None for one in self._holders[page_id]}
+
     def forget(self, handle: int) -> list[int]:
         """The conversation is over; returns the pages that nobody holds any more."""
         gone = self.leave(handle)

@@ -4,13 +4,14 @@ Opt-in: `RuntimeConfig.trace_file`; nothing here runs without it. The file is JS
 order of events. An entry is named by the logical position of its token, or of a super token's first; layer, KV head
 and position name one entry for good. `python -m perf.trace explain FILE --turn N` reads it.
 
-header   {"type": "header", "version": 1, "model": name, "num_layers": n, "num_kv_heads": n}
+header   {"type": "header", "version": 2, "model": name, "num_layers": n, "num_kv_heads": n}
 turn     {"type": "turn", "handle": n, "conversation": id or null, "turn": n (from 1), "first": position of its first
          token, "prompt_end": position where its answer begins, "tokens": [ids of the prompt and the answer]}
          written when a turn ends. `handle` is the engine's own number of a conversation, never used twice in a run.
 commit   {"type": "commit", "handle": n, "commit": n (from 1), "turn": turns that had ended, "line": lowest score that
          stayed, null if the floor alone decided, "keep_entries": budget over all rows,
          "positions": [n] logical positions of the tokens that were staged, protected ones not among them,
+         "renewed": true where the whole text was computed anew for it: entries of the commits before it are gone,
          "protected": [[start, end), ...] positions that stay as they are whatever their score,
          "kept", "absorbed", "dropped": entries over all rows, "bytes_before", "bytes_after": of the conversation,
          "rows": [one record per layer and KV head, layer by layer]}
@@ -38,12 +39,12 @@ from plugins.memory import KvMemory
 from runtime.config import ModelSpec
 from runtime.conversation import Conversation
 from runtime.errors import ConfigError
-from runtime.kv_manager import KvManager
+from runtime.kv_manager import KvManager, twin_of
 from runtime.step import PublishPlan, PublishResult
 
 log = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 
 
 class Trace:
@@ -80,6 +81,7 @@ class Trace:
         if self._file is None:
             return
         line, handle = plan.line, plan.line.handle
+        renewed, handle = handle < 0, max(handle, twin_of(handle))
         fates = [fate.tolist() for fate in commit_fates(memory, params, decision)]
         positions = list(line.positions)
         names = [[*self._old_names(plan, row), *positions] for row in range(len(fates))]
@@ -90,7 +92,7 @@ class Trace:
         ]
         self._pending = {
             "type": "commit", "handle": handle, "line": decision.line if math.isfinite(decision.line) else None,
-            "keep_entries": line.keep_entries, "positions": positions,
+            "keep_entries": line.keep_entries, "positions": positions, "renewed": renewed,
             "protected": self._manager[handle].protected_ranges(),
             "kept": int(decision.staged_keep.sum()), "bytes_before": self._manager.kv_bytes(handle), "rows": rows,
         }  # fmt: skip

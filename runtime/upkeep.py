@@ -9,8 +9,8 @@ from runtime.engine_parts import EngineParts
 from runtime.errors import OutOfMemoryError
 from runtime.figures import Figures
 from runtime.keeper import Keeper
-from runtime.kv_manager import Freed
-from runtime.maintenance import CommitWork, Maintenance, ProbeWork
+from runtime.maintenance import Maintenance
+from runtime.probing import CommitWork, ProbeWork
 
 
 class Upkeep:
@@ -43,8 +43,7 @@ class Upkeep:
             done = self._executor.probe(work.plan, _never if work.urgent else interrupted)
         finally:
             with self._lock:
-                self._maintenance.settle_probe(work, done)
-                self._keeper.release(Freed(work.reservation.new_page_ids))
+                self._keeper.release(self._maintenance.settle_probe(work, done))
         self._figures.count_probe(self._clock_ns() - started, done)
 
     def commit(self, work: CommitWork) -> None:
@@ -67,9 +66,12 @@ class Upkeep:
             raise
         with self._lock:
             self._keeper.release(self._manager.settle_commit(reservation))
-            self._checkpoints.changed(self._keeper.held(work.plan.handle))
+            handle, replaced = self._maintenance.committed(work.plan.handle)
+            if replaced is not None:
+                self._keeper.release(replaced)
+            self._checkpoints.changed(self._keeper.held(handle))
             if self._observer is not None:
-                self._observer.committed(work.plan.handle, result)
+                self._observer.committed(handle, result)
         self._figures.count_commit(self._clock_ns() - started, result)
 
 

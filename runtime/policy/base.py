@@ -26,6 +26,7 @@ class Schedule:
     at_turn_end, on_idle, every_steps (0: never), at_watermark: which commit transitions are on.
     reread_growth: once a conversation that probes is so many times as long as when its entries were last scored, all
         of it is re-read in idle time; 0: never.
+    renew: compute that text anew first where memory has room, so that what was given up before competes again.
     warmup_tokens: tokens of a conversation up to which commits drop nothing; then the strength grows by 10 % for every
         `warmup_every` tokens more, until the policy's budget is reached. 0: full strength from the start.
     """
@@ -38,6 +39,7 @@ class Schedule:
     every_steps: int = 8
     at_watermark: bool = True
     reread_growth: float = 0.0
+    renew: bool = False
     warmup_tokens: int = 0
     warmup_every: int = 500
 

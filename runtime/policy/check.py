@@ -30,6 +30,28 @@ def check_model(policy: Policy, spec: ModelSpec) -> None:
         )
 
 
+def check_engine(policy: Policy, block_format: str, only_format: str | None) -> None:
+    """Raises UnsupportedPolicyError for what an engine cannot have whose executor reads `only_format` alone."""
+    if only_format is None:
+        return
+    if policy.compresses and block_format != only_format:
+        raise UnsupportedPolicyError(
+            f"policy {policy.name}: keeps {block_format} blocks, expected {only_format}, the one format that "
+            f"this engine was built for; choose another policy, or build the engine with --policy {policy.name}"
+        )
+    if policy.score == "sum":
+        raise UnsupportedPolicyError(
+            f"policy {policy.name}: adds attention weights up, expected one that compares them, which is all that "
+            f"this engine's attention records; choose another policy, or run it on an engine for torch"
+        )
+    if policy.compresses and policy.signals.need_device:
+        raise UnsupportedPolicyError(
+            f"policy {policy.name}: its signals read attention or hidden states of every step, expected none or "
+            f"signals.boundary alone, since a TensorRT engine reports neither; set the weights of "
+            f"signals.attention, entropy and jump to 0, or run it on an engine for torch"
+        )
+
+
 def fits(policy: Policy, spec: ModelSpec) -> bool:
     """Whether the model can have the policy."""
     return all(trained.model == _shape_of(spec) for trained in policy.trained)
@@ -90,6 +112,11 @@ def _check_schedule(policy: Policy) -> None:
         raise ConfigError(
             f"schedule.reread_growth of {policy.name}: got {schedule.reread_growth!r}, expected 0 (never) or at least "
             f"{LEAST_GROWTH}: re-reading everything takes as long as reading it did"
+        )
+    if schedule.renew and not schedule.reread_growth:
+        raise ConfigError(
+            f"schedule.renew of {policy.name}: got true with schedule.reread_growth 0, expected a growth that says "
+            f"when text is computed anew; set it, or renew to false"
         )
 
 

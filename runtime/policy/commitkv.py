@@ -11,5 +11,5 @@ POLICY = Policy(
     block_format="k8v4",
     score="norm",
     absorb_gate=0.35,
-    schedule=Schedule(recent_tokens=32, reread_growth=1.5),
+    schedule=Schedule(recent_tokens=32, reread_growth=1.5, renew=True),
 )

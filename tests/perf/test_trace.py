@@ -15,7 +15,7 @@ from runtime.policy import registry
 from runtime.request import Request, SamplingParams
 from runtime.wiring import load_engine
 
-HEADER = {"type": "header", "version": 1, "model": "m", "num_layers": 1, "num_kv_heads": 2}
+HEADER = {"type": "header", "version": 2, "model": "m", "num_layers": 1, "num_kv_heads": 2}
 
 
 def turn(number: int, first: int, tokens: list[int], conversation: str = "c", handle: int = 1) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def row(fates: str, into: tuple[int, ...] = (), absorbed: tuple[Any, ...] = (), 
 def commit(number: int, after: int, positions: list[int], rows: list[Any]) -> dict[str, Any]:
     return {
         "type": "commit", "handle": 1, "commit": number, "turn": after, "line": 0.25, "keep_entries": 4,
-        "positions": positions, "protected": [[0, 1]], "kept": sum(r["fates"].count("k") for r in rows),
-        "absorbed": 1, "dropped": 2, "bytes_before": 2000, "bytes_after": 1000, "rows": rows,
+        "positions": positions, "renewed": number == 2, "protected": [[0, 1]],
+        "kept": sum(r["fates"].count("k") for r in rows), "absorbed": 1, "dropped": 2, "bytes_before": 2000, "bytes_after": 1000, "rows": rows,
     }  # fmt: skip
 
 

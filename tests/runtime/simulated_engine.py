@@ -14,7 +14,7 @@ from runtime.config import EngineLimits, ModelSpec, RopeSpec, RuntimeConfig
 from runtime.engine import Engine
 from runtime.engine_parts import EngineParts
 from runtime.intake import Intake
-from runtime.kv_manager import KvManager
+from runtime.kv_manager import KvManager, twin_of
 from runtime.policy.base import Policy, Schedule
 from runtime.policy.registry import ALL_POLICIES
 from runtime.request import ErrorEvent, Event, FinishEvent, TextEvent
@@ -85,7 +85,9 @@ class PlainChat:
 
 
 def eager(policy: Policy, **changes: object) -> Policy:
-    return dataclasses.replace(policy, schedule=EAGER, floor_entries=2, **changes)  # type: ignore[arg-type]
+    own = policy.schedule
+    schedule = dataclasses.replace(EAGER, reread_growth=own.reread_growth, renew=own.renew)
+    return dataclasses.replace(policy, schedule=schedule, floor_entries=2, **changes)  # type: ignore[arg-type]
 
 
 def make_engine(
@@ -101,7 +103,7 @@ def make_engine(
     intake = Intake(CharTokenizer(), PlainChat(), policy, limits.max_seq_len)  # type: ignore[arg-type]
     parts = EngineParts(SPEC, limits, config, manager, executor, intake, probe_prompt=(5, 6, 7))
     engine = Engine(parts, clock_ns)
-    executor.text_of = lambda handle: engine._table.by_handle[handle].tokens
+    executor.text_of = lambda handle: engine._table.by_handle[max(handle, twin_of(handle))].tokens
     return engine, executor, manager
 
 

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from runtime.kv_manager import twin_of
 from runtime.step import (
     BlockTable,
     KvView,
@@ -83,7 +84,7 @@ class SimulatedExecutor:
     def _write(self, sequence: SequencePlan | ProbePlan) -> None:
         assert len(sequence.slots) == len(sequence.token_ids)
         for i, (slot, token_id) in enumerate(zip(sequence.slots, sequence.token_ids, strict=True)):
-            self.slots[slot] = (sequence.handle, sequence.first_position + i, token_id)
+            self.slots[slot] = (_owner(sequence.handle), sequence.first_position + i, token_id)
 
     def _read(self, handle: int, view: KvView) -> list[Token]:
         tokens = []
@@ -93,10 +94,10 @@ class SimulatedExecutor:
         assert len({t[1] for t in tokens}) == len(tokens), "a token is read twice"
         in_blocks = [t for row in self._rows(view.blocks) for t in row]
         if self.text_of is None:
-            assert all(t[0] == handle for t in tokens + in_blocks), "a conversation reads another one's tokens"
+            assert all(t[0] == _owner(handle) for t in tokens + in_blocks), "a conversation reads another one's tokens"
         else:  # pages may be shared
             text = self.text_of(handle)
-            assert all(t[0] == handle for t in in_blocks), "a conversation reads another one's blocks"
+            assert all(t[0] == _owner(handle) for t in in_blocks), "a conversation reads another one's blocks"
             assert all(t[1] < 0 or text[t[1]] == t[2] for t in tokens + in_blocks), "reads what was never said"
         assert not {t[1] for t in tokens} & {t[1] for t in in_blocks}, "a token is both in a page and committed"
         return [*in_blocks, *tokens]
@@ -119,12 +120,18 @@ class SimulatedExecutor:
         scratch = {slot // self.page_tokens for slot in plan.slots}
         assert scratch <= set(pages) and len(set(pages)) == len(pages)
         for slot in plan.slots:
-            self.slots[slot] = (plan.handle, -1 - slot, 0)
-        return not interrupted()
+            self.slots[slot] = (_owner(plan.handle), -1 - slot, 0)
+        if interrupted():
+            return False
+        if plan.handle < 0 and plan.first_scored_row == len(plan.token_ids):  # text that is computed anew
+            self._write(plan)
+            tokens = self._read(plan.handle, plan.view)
+            assert [t[1] for t in tokens] == list(range(len(tokens))), "a twin lacks some of what came before"
+        return True
 
     def draw_line(self, plan: LinePlan) -> LineResult:
         staged = [self.slots[slot] for slot in plan.staged_slots]
-        assert all(t[0] == plan.handle for t in staged)
+        assert all(t[0] == _owner(plan.handle) for t in staged)
         old = self._rows(plan.blocks)
         kept: list[list[Token]] = []
         alive: list[list[bool]] = []
@@ -179,3 +186,8 @@ class SimulatedExecutor:
 
 def _spans(starts: array[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
+
+
+def _owner(handle: int) -> int:
+    """The conversation of a cache or of its twin."""
+    return max(handle, twin_of(handle))

@@ -186,7 +186,7 @@ def test_an_answer_may_wait_until_it_is_written(
 
 def test_its_system_prompt_is_shared_again(replica: Callable[..., Replica]) -> None:
     """Pages that another conversation here holds already are stored once."""
-    here, there = replica(), replica()
+    here, there = replica(kv_memory_bytes=16 << 20), replica(kv_memory_bytes=16 << 20)  # both have room for twins
     system = "You keep the logbook of a small harbour and answer in few words. " * 2
     here.turn(TEXTS[0], system_prompt=system)
     there.turn(TEXTS[2], "other", system_prompt=system)

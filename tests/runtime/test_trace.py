@@ -60,7 +60,7 @@ def test_counts_of_fates_are_what_the_executor_did(
     path = tmp_path / "trace.jsonl"
     hold(load(tiny_engine_dir, path), use(name, monkeypatch))
     header, *records = read(path)
-    assert (header["type"], header["version"], header["num_layers"], header["num_kv_heads"]) == ("header", 1, 2, 2)
+    assert (header["type"], header["version"], header["num_layers"], header["num_kv_heads"]) == ("header", 2, 2, 2)
     commits = [record for record in records if record["type"] == "commit"]
     assert len(commits) >= 3
     for record in commits:
@@ -86,8 +86,11 @@ def test_turns_hold_their_tokens_and_positions_are_whole(
     assert [record["turn"] for record in turns] == list(range(1, NUM_TURNS + 1))
     assert list(itertools.chain(*(record["tokens"] for record in turns))) == conversation.tokens
     assert all(record["prompt_end"] - record["first"] == len(record["tokens"]) - 9 for record in turns)
-    committed = [p for record in records if record["type"] == "commit" for p in record["positions"]]
-    assert len(committed) == len(set(committed))
+    committed: list[int] = []
+    for record in records:
+        if record["type"] == "commit":
+            committed = [*([] if record["renewed"] else committed), *record["positions"]]
+    assert len(committed) == len(set(committed)) and any(record.get("renewed") for record in records)
     protected = {p for start, end in engine._manager[conversation.handle].protected_ranges() for p in range(start, end)}
     assert not protected & set(committed) and protected
     recent = set(range(engine._manager[conversation.handle].num_tokens - 64, len(conversation.tokens)))
