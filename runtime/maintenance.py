@@ -126,7 +126,8 @@ class Maintenance:
             if num_staged >= OVERDUE_SPANS * schedule.span_tokens:
                 work: ProbeWork | CommitWork | None = self._first([conversation])
             elif self._num_steps % schedule.every_steps == 0:
-                work = self._next_probe(conversation, urgent=True) or self._first([conversation])
+                probe = None if self._renewal.awaits(conversation) else self._next_probe(conversation, urgent=True)
+                work = probe or self._first([conversation])
             else:
                 continue
             if work is not None:
@@ -172,11 +173,9 @@ class Maintenance:
         for conversation in self._conversations.values():
             if conversation.turn is not None or not conversation.policy.compresses:
                 continue
-            work = (
-                self._renewal.next_work(conversation)
-                or self._next_probe(conversation)
-                or self._next_reread(conversation)
-            )
+            work: ProbeWork | CommitWork | None = self._renewal.next_work(conversation)
+            if work is None and not self._renewal.awaits(conversation):
+                work = self._next_probe(conversation) or self._next_reread(conversation)
             if work is not None:
                 return work
             if conversation.policy.schedule.on_idle and self._manager[conversation.handle].commit_due:
@@ -228,7 +227,7 @@ class Maintenance:
         of heads that only look nearby. Its scores fade when this begins, and are raised again piece by piece.
         """
         kv, schedule = self._manager[conversation.handle], conversation.policy.schedule
-        if not conversation.policy.probe or self._renewal.is_under_way(conversation):
+        if not conversation.policy.probe:
             return None
         if not kv.reread:
             if kv.num_staged or not kv.outgrown(schedule.reread_growth):

@@ -1,10 +1,11 @@
 """Computes compressed caches anew in idle time, so that what was given up before competes again.
 
 What a commit drops is gone: a later re-read, from farther away, can only choose among what was kept when the text was
-near, and whatever was computed since has read the compressed text. So once a conversation has outgrown its scores, and
-memory is not short, all of its text is computed into a *twin*, with nothing given up; the twin is re-read, compressed
-at once, and takes the place of the cache, which has served turns until then. A turn that comes in between only makes
-the twin longer. Twins are the first to go when memory is asked for; then the cache is re-read as it is.
+near, and whatever was computed since has read the compressed text. So while memory is not short, text that came after
+the last line is kept whole, only quantized, and once the conversation has outgrown its scores all of its text is
+computed into a *twin*, with nothing given up; the twin is re-read, compressed at once, and takes the place of the
+cache, which has served turns until then. A turn that comes in between only makes the twin longer. Twins are the first
+to go when memory is asked for; then what is there is re-read and compressed as it is.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Renewal:
             return None
         kv = self._manager[conversation.handle]
         if twin_handle not in self._manager:
-            if kv.reread or not kv.outgrown(policy.schedule.reread_growth) or not self._has_room(kv.num_tokens):
+            if not kv.outgrown(policy.schedule.reread_growth) or not self.awaits(conversation):
                 return None
             self._manager.open_twin(conversation.handle)
         twin = self._manager[twin_handle]
@@ -44,8 +45,15 @@ class Renewal:
         plan = self._manager.plan_commit(twin_handle)
         return None if plan is None else CommitWork(plan)
 
-    def is_under_way(self, conversation: Conversation) -> bool:
-        return twin_of(conversation.handle) in self._manager
+    def awaits(self, conversation: Conversation) -> bool:
+        """Whether its compressed text will be computed anew, or is now: until then nothing of it need be re-read."""
+        handle, policy = conversation.handle, conversation.policy
+        if not policy.probe or not policy.schedule.renew:
+            return False
+        kv = self._manager[handle]
+        if kv.reread or not kv.blocks.num_blocks:
+            return False
+        return twin_of(handle) in self._manager or self._has_room(kv.num_tokens)
 
     def settle(self, handle: int) -> tuple[int, Freed | None]:
         """A commit of the cache `handle` was settled: a twin takes the place of the conversation's cache.
