@@ -7,9 +7,9 @@ from runtime.policy.base import Policy, Schedule
 
 POLICY = Policy(
     name="commitkv",
-    budget_ratio=0.35,
+    budget_ratio=0.3,
     block_format="k8v4",
     score="norm",
     absorb_gate=0.35,
-    schedule=Schedule(recent_tokens=32, reread_growth=1.5, renew=True),
+    schedule=Schedule(recent_tokens=32, reread_growth=1.3, renew=True),
 )
