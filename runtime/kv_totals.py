@@ -13,7 +13,7 @@ from runtime.lifecycle import State
 class KvTotals:
     """Bytes of pages (active, staged) and blocks (committed, evictable) by state, each thing counted once.
 
-    scratch_bytes: pages of rows that are read once and forgotten (a probe's).
+    scratch_bytes: pages of rows that are read once and forgotten (a probe's), and of caches that are computed anew.
     used_bytes: all of these, as the budget counts them; `table_bytes` comes on top.
     saved_bytes: what pages that several conversations share would take more if each had its own.
     *_tokens: token equivalents, entries / (layers * KV heads); what is shared counts for each that reads it.

@@ -206,7 +206,8 @@ ENGINE_METRICS: tuple[EngineMetric, ...] = (
         "commitkv_kv_bytes",
         "state",
         ("active", "staged", "committed", "evictable", "scratch", "tables"),
-        "KV bytes by state: pages (active, staged), blocks (committed, evictable), pages of probes (scratch), tables",
+        "KV bytes by state: pages (active, staged), blocks (committed, evictable), pages of probes and "
+        "of caches computed anew (scratch), tables",
         _kv_bytes,
     ),
     _gauges(

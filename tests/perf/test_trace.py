@@ -36,7 +36,8 @@ def commit(number: int, after: int, positions: list[int], rows: list[Any]) -> di
     return {
         "type": "commit", "handle": 1, "commit": number, "turn": after, "line": 0.25, "keep_entries": 4,
         "positions": positions, "renewed": number == 2, "protected": [[0, 1]],
-        "kept": sum(r["fates"].count("k") for r in rows), "absorbed": 1, "dropped": 2, "bytes_before": 2000, "bytes_after": 1000, "rows": rows,
+        "kept": sum(r["fates"].count("k") for r in rows), "absorbed": 1, "dropped": 2, "bytes_before": 2000,
+        "bytes_after": 1000, "rows": rows,
     }  # fmt: skip
 
 
@@ -78,6 +79,7 @@ def test_pieces_end_with_turns_and_commits() -> None:
 def test_the_report_shows_the_worst_first() -> None:
     text = report(explain(RECORDS, 3), lambda ids: " ".join(map(str, ids)), worst=1)
     assert "commit 1, after turn 1: 3 tokens, 67% of their entries kept" in text
+    assert "commit 2, after turn 2: 2 tokens computed anew, " in text
     assert "2,000 -> 1,000 bytes" in text
     assert text.splitlines()[-1].split() == ["[1,", "4)", "1", "1", "33%", "17%", "50%", "11", "12", "13"]
     assert "[5, 6)" not in text
