@@ -161,7 +161,8 @@ class _Reading:
                 raise
             status = "left"
         except grpc.aio.AioRpcError as error:
-            status = _STATUS.get(error.code(), "refused")
+            # A deadline that passes while a request is being sent ends the call as an error inside gRPC.
+            status = "left" if self._is_late() else _STATUS.get(error.code(), "refused")
             self._error = f"{error.code().name}: {error.details()}"
         finally:
             if leaving is not None:
@@ -169,6 +170,10 @@ class _Reading:
             with contextlib.suppress(Exception):
                 self._stream.cancel()
         return self._answer(status)
+
+    def _is_late(self) -> bool:
+        """Whether gRPC's deadline, if it was given one, has passed."""
+        return self._patience.deadline_s is not None and time.monotonic() - self._sent_s >= self._patience.deadline_s
 
     def _leave(self) -> None:
         self._left = True
