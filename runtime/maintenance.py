@@ -2,10 +2,11 @@
 
 Urgent work runs before the next step: a crossed watermark, the review every N steps, and commits at turn end of
 policies that need no probe. Tokens of a running turn are staged at the watermark, and where the policy has signals,
-once they have cooled. Idle work runs when no turn can: probes first, then the commit they were for. A review
-that finds much staged does the same a piece at a time, between steps; so does any while memory is short.
-Where that falls behind, and at the watermark, spans are committed by what is known of them; they stay marked, and a
-later probe still raises the scores of what was kept. What was kept whole until then gets its line in another commit.
+once they have cooled. Idle work runs when no turn can: probes first, then the commit they were for, and renewals
+(`runtime.renewal`), for which younger text waits unread. A review that finds much staged does the same a piece at a
+time, between steps; so does any while memory is short. Where that falls behind, and at the watermark, spans are
+committed by what is known of them; they stay marked, and a later probe still raises the scores of what was kept. What
+was kept whole until then gets its line in another commit.
 """
 
 from __future__ import annotations
