@@ -207,7 +207,8 @@ def test_warm_up_grows_in_steps() -> None:
     cache.commit()
     kept = sum(len(cache.entries(row)) for row in range(ROWS))
     expected = policy.budget_at(60) * cache.kv.committed_tokens * ROWS
-    assert policy.budget_at(60) == pytest.approx(1 - 0.2 * 0.65) and kept == pytest.approx(expected, abs=1)
+    assert policy.budget_at(60) == pytest.approx(1 - 0.2 * (1 - policy.budget_ratio))
+    assert kept == pytest.approx(expected, abs=1)
 
 
 def test_probe_alone_records_no_steps() -> None:
