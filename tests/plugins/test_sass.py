@@ -36,10 +36,10 @@ pytestmark = [needs_nvrtc, pytest.mark.slow]
 HOPPER = (
     Geometry(128, "bf16", "int4"),
     Geometry(64, "bf16", "k8v4"),
-    Geometry(128, "fp16", "int8"),
-    Geometry(64, "fp16", "fp16"),
+    Geometry(64, "fp16", "int8"),
+    Geometry(128, "fp16", "fp16"),
 )
-OTHERS = {"sm_80": HOPPER[0], "sm_89": HOPPER[2], "sm_120": HOPPER[1]}
+OTHERS = {"sm_80": HOPPER[0], "sm_89": Geometry(128, "fp16", "k8v4"), "sm_120": HOPPER[1]}
 READS_KV = ("attend_tiles", "score_tiles", "commit_rows")
 MULTIPLIES = ("attend_tiles", "score_tiles")
 
