@@ -129,7 +129,7 @@ def test_resident_blocks_are_those_that_nvidia_counts() -> None:
 
 
 def test_what_misses_the_plan_is_said() -> None:
-    (planned, *_) = planned_entries("sm_90a", HOPPER[0])
+    (planned, *_) = planned_entries("sm_90a", Geometry(64, "fp16", "int4"))
     assert OccupancyRow(planned, 64, 0, 4, "registers").complaint is None
     for row, complaint in (
         (OccupancyRow(planned, 65, 0, 3, "registers"), "65 registers a thread, planned 64"),
