@@ -52,7 +52,8 @@ class Point:
     def arguments(self) -> list[str]:
         if self.mode == "concurrency":
             return [f"--concurrency-range={self.value:g}"]
-        return [f"--request-rate-range={self.value:g}", "--request-distribution=poisson"]
+        # With a start alone, its end is 1: a range of several rates where the start is lower.
+        return [f"--request-rate-range={self.value:g}:{self.value:g}", "--request-distribution=poisson"]
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 def test_loads_become_arguments() -> None:
     assert Point("concurrency", 4.0, True).arguments == ["--concurrency-range=4"]
     rate = Point("request_rate", 0.5, False)
-    assert rate.arguments[0] == "--request-rate-range=0.5" and rate.label == "0.5 per s, whole"
+    assert rate.arguments[0] == "--request-rate-range=0.5:0.5" and rate.label == "0.5 per s, whole"
 
 
 def test_prompts_follow_the_seed_and_leave_optional_inputs_out() -> None:
