@@ -107,7 +107,8 @@ def call(binary: Path, arguments: Sequence[str], timeout_s: float = 600.0) -> st
         except subprocess.TimeoutExpired as error:
             raise ToolError(f"perf_analyzer: no end within {timeout_s:g} s; ask for fewer requests") from error
     if done.returncode:
-        raise ToolError(f"perf_analyzer: ended with code {done.returncode}: {(done.stdout + done.stderr)[-800:]}")
+        said = (done.stderr + done.stdout).strip()  # what is wrong comes first, then all of its usage
+        raise ToolError(f"perf_analyzer: ended with code {done.returncode}: {said[:800]}")
     return done.stdout
 
 
@@ -121,6 +122,7 @@ def measure(args: argparse.Namespace, url: str, point: Point) -> Measured:
         "-m", MODEL_NAME, "-i", "grpc", "-u", url, "--async", "--streaming", f"--input-data={data}",
         f"--request-count={args.requests}", "-f", str(table), f"--profile-export-file={export}", *point.arguments,
     ]  # fmt: skip
+    export.unlink(missing_ok=True)  # an earlier run's would be refused
     call(args.binary, arguments, args.timeout_s)
     return read_point(point, table, export)
 
