@@ -145,11 +145,17 @@ class TorchDecoder:
     ) -> torch.Tensor | None:
         """Logits [n, vocab] fp32 of rows `logit_rows` [n] int64 (n may be 0), or None when interrupted.
 
-        token_ids, positions: [rows] int64. `interrupted` is asked before each layer.
+        token_ids, positions: [rows] int64. `interrupted` is asked before each product and each attention, which take
+        milliseconds.
         """
         rotary = rotary_tables(self.frequencies, positions, self.spec.rope.attention_factor)
-        ops = _TorchOps(self.spec, self._weights, kv, self._pointwise, _StepInput(token_ids, rotary, logit_rows))
-        return self.model.run(ops, interrupted)
+        step = _StepInput(token_ids, rotary, logit_rows)
+        if interrupted is None:
+            return self.model.run(_TorchOps(self.spec, self._weights, kv, self._pointwise, step))
+        try:
+            return self.model.run(_GivingWay(self.spec, self._weights, kv, self._pointwise, step, interrupted))
+        except _Interrupted:
+            return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,6 +213,33 @@ class _TorchOps:
 
     def logits(self, x: torch.Tensor, weight: str) -> torch.Tensor:
         return self._products[weight](x)
+
+
+class _Interrupted(Exception):
+    """A pass gave way."""
+
+
+class _GivingWay(_TorchOps):
+    """Asks `interrupted` before whatever takes long, and raises `_Interrupted` once it says so."""
+
+    def __init__(
+        self, spec: ModelSpec, weights: _Weights, kv: KvStep, pointwise: Pointwise, step: _StepInput,
+        interrupted: Callable[[], bool],
+    ) -> None:  # fmt: skip
+        super().__init__(spec, weights, kv, pointwise, step)
+        self._interrupted = interrupted
+
+    def linear(self, x: torch.Tensor, weight: str, bias: str | None) -> torch.Tensor:
+        self._ask()
+        return super().linear(x, weight, bias)
+
+    def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        self._ask()
+        return super().attend(layer, q)
+
+    def _ask(self) -> None:
+        if self._interrupted():
+            raise _Interrupted
 
 
 class _FileWeights(Mapping[str, torch.Tensor]):

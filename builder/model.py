@@ -10,7 +10,6 @@ Engine weights are fused where operations share their input: q, k, v into `qkv`,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -170,13 +169,11 @@ class DecoderModel:
         self.layers = tuple(layer_names(spec, layer) for layer in range(spec.num_layers))
         self.head = EMBEDDING if spec.tied_embeddings else HEAD
 
-    def run(self, ops: Ops[T], interrupted: Callable[[], bool] | None = None) -> T | None:
-        """Logits [n, vocab] of the wanted rows, or None once `interrupted`, asked before each layer, says so."""
+    def run(self, ops: Ops[T]) -> T:
+        """Logits [n, vocab] of the wanted rows."""
         x = ops.embed(EMBEDDING)
         normed = ops.rms_norm(x, self.layers[0].attention_norm)
         for layer, names in enumerate(self.layers):
-            if interrupted is not None and interrupted():
-                return None
             x, normed = ops.add_norm(x, self._attention(ops, layer, names, normed), names.ffn_norm)
             delta = ops.linear(ops.gated_silu(ops.linear(normed, names.gate_up, None)), names.down, None)
             if layer + 1 < len(self.layers):

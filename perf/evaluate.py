@@ -118,11 +118,10 @@ def make_tasks(contexts: str, num_questions: int, max_tokens: int) -> list[Task]
     return made
 
 
-def evaluate(args: argparse.Namespace) -> list[Score]:
-    """Measures what the output folder lacks and returns all scores. Raises CommitKVError."""
+def measure(args: argparse.Namespace, policies: Sequence[Policy]) -> list[Score]:
+    """Measures what the output folder lacks of `policies` and returns all scores. Raises CommitKVError."""
     if args.kv_mib < 1:
         raise ConfigError(f"--kv-mib: got {args.kv_mib}, expected at least 1")
-    policies = chosen_policies(args)
     ALL_POLICIES.update({policy.name: policy for policy in policies})  # of this process, so that requests can name them
     holder = EngineHolder(args.engine, args.kv_mib)
     baseline, base_holder = (FULL, holder)
@@ -191,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, value in QUICK.items():
             setattr(args, name, value)
     try:
-        scores = evaluate(args)
+        scores = measure(args, chosen_policies(args))
     except CommitKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -76,8 +76,8 @@ class _TimedModel(DecoderModel):
         super().__init__(model.spec)
         self._watch = watch
 
-    def run(self, ops: Any, interrupted: Callable[[], bool] | None = None) -> Any:
-        return self._watch.wrap("model", super().run)(_TimedOps(ops, self._watch), interrupted)
+    def run(self, ops: Any) -> Any:
+        return self._watch.wrap("model", super().run)(_TimedOps(ops, self._watch))
 
 
 def watch_engine(engine: Engine) -> Stopwatch:

@@ -310,16 +310,17 @@ def test_probe_raises_scores_and_keeps_nothing(bench: Bench) -> None:
     close(bench.run(c.plan([9], GREEDY))[0], expected, 3e-3)
 
 
-@pytest.mark.parametrize("layers_before", [0, 1, 2])
-def test_interrupted_probe_leaves_scores_as_they_were(bench: Bench, layers_before: int) -> None:
+@pytest.mark.parametrize("asked_before", [0, 1, 2, 4, 9])
+def test_interrupted_probe_leaves_scores_as_they_were(bench: Bench, asked_before: int) -> None:
     c = committed_conversation(bench)
     before, asked = scores_of(bench, c), []
 
     def interrupted() -> bool:
         asked.append(1)
-        return len(asked) > layers_before
+        return len(asked) > asked_before
 
     assert not bench.executor.probe(probe_plan(c, tokens_of(6, 20), 0), interrupted)
+    assert len(asked) == asked_before + 1, "it stops there, between four products and one attention a layer"
     for old, new in zip(before, scores_of(bench, c), strict=True):
         torch.testing.assert_close(new, old, equal_nan=True, atol=0, rtol=0)
 
