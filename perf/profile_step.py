@@ -139,7 +139,8 @@ def medians(steps: list[Times]) -> Times:
 
 def profile(options: argparse.Namespace) -> str:
     """The table, as text. Raises CommitKVError for an engine or numbers that do not go together."""
-    config = RuntimeConfig(tokens_per_step=options.chunk, num_threads=options.threads)
+    # Commits between steps, or their time would hide among the operations of steps.
+    config = RuntimeConfig(tokens_per_step=options.chunk, num_threads=options.threads, background_commits=False)
     engine = load_engine(options.engine, config, verify=False)
     watch = watch_engine(engine)
     history, chunk = (filler(options.engine, n) for n in (options.context, options.chunk))

@@ -36,6 +36,9 @@ from runtime.upkeep import Upkeep
 Peeked = TypeVar("Peeked")
 Work = StepWork | Starved | ProbeWork | CommitWork
 
+# An engine with nothing else to do looks so often whether a commit is written, should nobody tell it.
+WRITING_WAIT_S = 0.2
+
 
 class Engine:
     """Conversations over one executor."""
@@ -60,9 +63,9 @@ class Engine:
             parts.probe_prompt, parts.config.probe_tokens_per_step, parts.limits.max_seq_len, parts.boundaries
         )
         self._maintenance = Maintenance(manager, self._table.by_handle, probe, parts.config.watermark)
-        self._scheduler.can_compress = self._maintenance.can_compress
         self._lock = threading.RLock()
         self._upkeep = Upkeep(parts, self._maintenance, self._keeper, self._figures, self._lock, clock_ns)
+        self._scheduler.can_compress = lambda: self._upkeep.is_writing or self._maintenance.can_compress()
         self._arrivals = threading.Event()  # set by submit and cancel: a running probe gives way
         self._idle = True
         self._checkpoints.attach(self._arrivals.set)
@@ -179,7 +182,8 @@ class Engine:
         return self._checkpoints.figures()
 
     def close(self, timeout_s: float) -> None:
-        """Writes checkpoints that wait. Called when nobody calls `step` any more."""
+        """Writes commits and checkpoints that wait. Called when nobody calls `step` any more."""
+        self._upkeep.close()
         self._checkpoints.close(timeout_s)
 
     def has_turns(self) -> bool:
@@ -219,12 +223,13 @@ class Engine:
         started = self._clock_ns()
         with self._lock:
             self._arrivals.clear()
+            self._upkeep.settle_written()
             self._keeper.end_expired(started)
             written = self._checkpoints.between_steps(self._keeper.make_room, self._scheduler.evictor.drop)
             ended = [*written, *self._reap()]
             work = None if ended else self._plan()
             self._keeper.release_dropped()
-            self._idle = work is None and not ended
+            self._idle = work is None and not ended and not self._upkeep.is_writing
         self._figures.manager_ns += self._clock_ns() - started
         match work:
             case StepWork():
@@ -232,9 +237,11 @@ class Engine:
             case ProbeWork():
                 self._upkeep.probe(work, self._arrivals.is_set)
             case CommitWork():
-                self._upkeep.commit(work)
+                self._upkeep.commit(work, self._arrivals.set)
             case Starved():
                 return self._relieve(work), True
+            case None if self._upkeep.is_writing and not ended:
+                self._arrivals.wait(WRITING_WAIT_S)
         return ended, not self._idle
 
     def _plan(self) -> Work | None:
@@ -296,6 +303,8 @@ class Engine:
     def _relieve(self, starved: Starved) -> list[Event]:
         """Nobody could get pages: compress what can be, else an idle conversation gives up its cache, else the newest
         turn does or is refused."""
+        if self._upkeep.finish():
+            return []
         with self._lock:
             work = self._maintenance.compress() or self._maintenance.reclaim()
             if work is None and not self._keeper.make_room():
@@ -306,7 +315,7 @@ class Engine:
         if isinstance(work, ProbeWork):
             self._upkeep.probe(work, self._arrivals.is_set)
         elif work is not None:
-            self._upkeep.commit(work)
+            self._upkeep.commit(work, self._arrivals.set)
         return []
 
     def _fail(self, conversation: Conversation, error: Exception) -> list[Event]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from runtime.checkpoint_hook import CheckpointHook
+from runtime.commit_worker import CommitWorker
 from runtime.config import EngineLimits, ModelSpec, RuntimeConfig
 from runtime.intake import Intake
 from runtime.kv_manager import KvManager
@@ -14,7 +15,10 @@ from runtime.step import Executor
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the wiring puts together: the device half, the text side, and who watches them."""
+    """What the wiring puts together: the device half, the text side, and who watches them.
+
+    commit_worker: writes commits beside steps, for executors that let another thread do so; None: between steps.
+    """
 
     spec: ModelSpec
     limits: EngineLimits
@@ -26,3 +30,4 @@ class EngineParts:
     observer: Observer | None = None
     checkpoints: CheckpointHook = field(default_factory=CheckpointHook)
     boundaries: frozenset[int] = frozenset()
+    commit_worker: CommitWorker | None = None

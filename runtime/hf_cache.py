@@ -93,7 +93,7 @@ class CommitKVCache(RoutedCache):
             spec, self._limits, self._options.kv_memory_bytes or full_cache_bytes(model, self._limits)
         )
         storage = KvStorage(spec, self._limits, self._manager.num_pages, self._manager.num_blocks)
-        _, forms = choose_forms(torch.get_num_threads())
+        _, forms = choose_forms(torch.get_num_threads(), torch.get_num_threads())
         self._executor = HfExecutor(HfDecoder(model), spec, self._limits, storage, forms)
         self._conversation = Conversation(_HANDLE, None, self.policy)
         self._manager.open(_HANDLE, self.policy)

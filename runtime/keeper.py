@@ -160,8 +160,9 @@ class Keeper:
 
     def remove(self, conversation: Conversation) -> None:
         """Frees everything it holds."""
+        freed = self._manager.release(conversation.handle)
         self._table.remove(conversation)
-        self.release(self._manager.release(conversation.handle))
+        self.release(freed)
 
     def make_room(self) -> bool:
         """Gives up the cache of somebody who is not running, at once; False if nobody has any."""

@@ -20,7 +20,7 @@ from runtime.page_pool import ByteBudget, IdPool
 from runtime.policy.base import Policy
 from runtime.policy.check import check_engine, check_model
 from runtime.request import KvStats
-from runtime.reservations import CommitReservation, Freed, RowReservation
+from runtime.reservations import CommitReservation, Freed, OpenCommit, RowReservation
 from runtime.shared_prefix import SharedPrefixes
 from runtime.step import LinePlan, LineResult, int32
 
@@ -73,6 +73,7 @@ class KvManager:
         }
         self._conversations: dict[int, ConversationKv] = {}
         self.shared = SharedPrefixes(limits.page_tokens)
+        self.open_commit = OpenCommit()
         self._scratch_pages = 0
 
     def _pool(self, item_bytes: int, most: int | None) -> IdPool:
@@ -117,6 +118,7 @@ class KvManager:
 
     def release(self, handle: int) -> Freed:
         """Frees everything a conversation holds that nobody shares, and its twin."""
+        self.open_commit.conclude(handle)
         page_ids = self.drop_twin(handle).page_ids
         kv = self._conversations.pop(handle)
         for state in State:
@@ -139,6 +141,7 @@ class KvManager:
     def reset(self, handle: int) -> Freed:
         """Frees the cache of a conversation that goes on; protected positions, the prefix that it may share and the
         peak are remembered."""
+        self.open_commit.conclude(handle)
         before = self._conversations[handle]
         prefix = self.shared.prefix(handle)
         freed = self.release(handle)
@@ -155,6 +158,7 @@ class KvManager:
 
         Of a page that is shared nothing can be undone alone: fewer tokens are left then, up to its start.
         """
+        self.open_commit.conclude(handle)
         kv = self._conversations[handle]
         num_shared = len(self.shared.held(handle))
         if num_tokens < num_shared * self.page_tokens:
@@ -218,6 +222,7 @@ class KvManager:
 
     def drop_twin(self, handle: int) -> Freed:
         """Gives up a twin, if there is one."""
+        self.open_commit.conclude(handle)
         if handle < 0 or twin_of(handle) not in self:
             return Freed(int32())
         return self.release(twin_of(handle))
@@ -248,6 +253,7 @@ class KvManager:
 
     def reserve_rows(self, handle: int, num_tokens: int) -> RowReservation:
         """Slots for new tokens. Raises OutOfMemoryError with nothing changed."""
+        self.open_commit.conclude(handle)
         kv = self._conversations[handle]
         in_tail = min(num_tokens, kv.tail_room)
         new_ids = self._pages.take(-(-(num_tokens - in_tail) // self.page_tokens))
@@ -260,6 +266,7 @@ class KvManager:
 
     def reserve_scratch(self, handle: int, num_tokens: int) -> RowReservation:
         """Slots for rows that are read once and forgotten, in pages of their own."""
+        self.open_commit.conclude(handle)
         kv = self._conversations[handle]
         new_ids = self._pages.take(-(-num_tokens // self.page_tokens))
         self._scratch_pages += len(new_ids)
@@ -296,6 +303,7 @@ class KvManager:
         The tail page, compacted pages and wholly protected ones stay. Nothing happens below `min_tokens`.
         only: positions of first tokens of the pages that may be staged; None: all.
         """
+        self.open_commit.conclude(handle)
         kv = self._conversations[handle]
         schedule = kv.policy.schedule
         if not kv.policy.compresses or kv.num_tokens < schedule.min_tokens:
@@ -318,6 +326,7 @@ class KvManager:
 
     def plan_commit(self, handle: int) -> LinePlan | None:
         """First half of a commit of everything staged; None if there is nothing to do."""
+        self.open_commit.conclude(handle)
         kv = self._conversations[handle]
         return make_line_plan(handle, kv, self.spec.num_layers, self.pressure) if kv.commit_due else None
 
@@ -333,10 +342,12 @@ class KvManager:
             pool.give(block_ids)
             raise
         publish = draft.publish_plan(kv, plan, block_ids, page_ids)
+        self.open_commit.handle = plan.handle
         return CommitReservation(plan.handle, publish, draft, block_ids, page_ids)
 
     def settle_commit(self, reservation: CommitReservation) -> Freed:
         """The commit was published: swap tables, then free staged pages and dissolved blocks."""
+        self.open_commit.handle = None
         kv = self._conversations[reservation.handle]
         kv.peak_bytes = max(kv.peak_bytes, self._bytes_during(reservation))
         policy = kv.policy.at_commit(kv.num_commits)
@@ -348,6 +359,8 @@ class KvManager:
         return Freed(page_ids, make_block_table(kv.blocks.format, [[(i, self.block_entries) for i in block_ids]]))
 
     def cancel_commit(self, reservation: CommitReservation) -> None:
+        """It was not published."""
+        self.open_commit.handle = None
         self._blocks[self[reservation.handle].blocks.format].give(reservation.new_block_ids)
         self._pages.give(reservation.new_page_ids)
 
@@ -369,20 +382,8 @@ class KvManager:
         return num_bytes + kv.blocks.num_blocks * block_bytes + kv.table_bytes
 
     def stats(self, handle: int) -> KvStats:
-        kv = self._conversations[handle]
-        rows = kv.num_rows
-        living = kv.ledger.living // rows
-        kv_bytes = self.kv_bytes(handle)
-        return KvStats(
-            kv_bytes=kv_bytes,
-            kv_full_bytes=kv.num_tokens * self.spec.kv_token_bytes("fp16"),
-            active=kv.ledger[State.ACTIVE] // rows,
-            staged=kv.num_staged,
-            committed=(kv.ledger[State.COMMITTED] + kv.ledger[State.EVICTABLE]) // rows,
-            evicted=kv.num_tokens - living,
-            peak_kv_bytes=max(kv.peak_bytes, kv_bytes),
-            shared_kv_bytes=len(self.shared.held(handle)) * self.page_layout.page_bytes,
-        )
+        shared_bytes = len(self.shared.held(handle)) * self.page_layout.page_bytes
+        return self[handle].stats(self.kv_bytes(handle), self.spec.kv_token_bytes("fp16"), shared_bytes)
 
     @property
     def pressure(self) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from runtime.lifecycle import Ledger, State
 from runtime.policy.base import Policy
+from runtime.request import KvStats
 from runtime.step import BlockTable, KvView, int32
 
 _versions = itertools.count(1)
@@ -218,6 +219,20 @@ class ConversationKv:
         if self.unprobed and self.unprobed[-1][1] == start:
             start = self.unprobed.pop()[0]
         self.unprobed.append((start, end))
+
+    def stats(self, kv_bytes: int, full_token_bytes: int, shared_bytes: int) -> KvStats:
+        """kv_bytes, shared_bytes: as `KvStats` has them.   full_token_bytes: of a token in a full cache in fp16."""
+        living = self.ledger.living // self.num_rows
+        return KvStats(
+            kv_bytes=kv_bytes,
+            kv_full_bytes=self.num_tokens * full_token_bytes,
+            active=self.ledger[State.ACTIVE] // self.num_rows,
+            staged=self.num_staged,
+            committed=(self.ledger[State.COMMITTED] + self.ledger[State.EVICTABLE]) // self.num_rows,
+            evicted=self.num_tokens - living,
+            peak_kv_bytes=max(self.peak_bytes, kv_bytes),
+            shared_kv_bytes=shared_bytes,
+        )
 
     @property
     def table_bytes(self) -> int:

@@ -11,7 +11,7 @@ was kept whole until then gets its line in another commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from runtime.conversation import Conversation
 from runtime.cooling import Cooling
@@ -77,7 +77,7 @@ class Maintenance:
             work = self.reclaim(WATERMARK_MIN_PAGES)
             if work is not None:
                 return work
-        work = self._first(c for c in self._conversations.values() if self._is_due_at_turn_end(c))
+        work = self._first(filter(self._is_due_at_turn_end, self._at_rest()))
         return work or self._compress_beside() or self._review()
 
     def _compress_beside(self) -> ProbeWork | CommitWork | None:
@@ -93,7 +93,7 @@ class Maintenance:
 
     def compress(self) -> ProbeWork | CommitWork | None:
         """Re-reads or commits what has been staged, of idle conversations first; None if nothing can be done."""
-        for conversation in sorted(self._conversations.values(), key=lambda c: c.turn is not None):
+        for conversation in sorted(self._at_rest(), key=lambda c: c.turn is not None):
             if conversation.policy.probe:
                 work = self._next_probe(conversation, urgent=True) or self._first([conversation])
                 if work is not None:
@@ -119,7 +119,7 @@ class Maintenance:
             return None
         if all(conversation.turn is None for conversation in self._conversations.values()):
             return None  # nobody is held up: idle work reads first and commits then
-        for conversation in self._conversations.values():
+        for conversation in self._at_rest():
             schedule = conversation.policy.schedule
             num_staged = self._manager[conversation.handle].num_staged
             if schedule.every_steps == 0 or num_staged < schedule.span_tokens:
@@ -140,7 +140,7 @@ class Maintenance:
         """Stages what it may and commits the conversation with most to give; None if none has `min_pages`."""
         best: Conversation | None = None
         best_staged = min_pages * self._manager.page_tokens - 1
-        for conversation in self._conversations.values():
+        for conversation in self._at_rest():
             if not conversation.policy.schedule.at_watermark:
                 continue
             self._manager.stage(conversation.handle, Event.WATERMARK, self._pages_to_commit(conversation))
@@ -171,7 +171,7 @@ class Maintenance:
 
     def idle(self) -> ProbeWork | CommitWork | None:
         """What to do with spare time. Conversations that run no turn, oldest first."""
-        for conversation in self._conversations.values():
+        for conversation in self._at_rest():
             if conversation.turn is not None or not conversation.policy.compresses:
                 continue
             work: ProbeWork | CommitWork | None = self._renewal.next_work(conversation)
@@ -197,6 +197,11 @@ class Maintenance:
     def committed(self, handle: int) -> tuple[int, Freed | None]:
         """A commit of the cache `handle` was settled. Returns the conversation's handle and what more is free now."""
         return self._renewal.settle(handle)
+
+    def _at_rest(self) -> Iterator[Conversation]:
+        """Conversations of which no commit is being written."""
+        writing = self._manager.open_commit
+        return (c for c in list(self._conversations.values()) if not writing.concerns(c.handle))
 
     def _is_due_at_turn_end(self, conversation: Conversation) -> bool:
         policy = conversation.policy

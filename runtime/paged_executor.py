@@ -192,8 +192,12 @@ class PagedExecutor(ABC):
             decision.line, int32(new_kept.tolist()), int32(alive.tolist()), int32(map(int, decision.repooled))
         )
 
-    @torch.inference_mode()
     def publish(self, plan: PublishPlan) -> PublishResult:
+        return self.publishing(plan)()
+
+    @torch.inference_mode()
+    def publishing(self, plan: PublishPlan) -> Callable[[], PublishResult]:
+        """See `runtime.step.Executor`."""
         decided, self._decided = self._decided, None
         assert decided is not None and decided[0] is plan.line, "publish must follow its draw_line at once"
         assert plan.blocks.format == plan.line.blocks.format
@@ -210,9 +214,15 @@ class PagedExecutor(ABC):
                 put(int64_tensor(plan.move_to)),
             )
         memory = self._memory_of(plan.blocks.format)
+        decision = decided[1]
         if self.watcher is not None:
-            self.watcher.committing(plan, memory, params, decided[1])
-        return PublishResult(*self._commit_forms.publish(memory, params, decided[1]))
+            self.watcher.committing(plan, memory, params, decision)
+
+        def write() -> PublishResult:
+            with torch.inference_mode():
+                return PublishResult(*self._commit_forms.publish(memory, params, decision))
+
+        return write
 
     def release(self, page_ids: array[int], blocks: BlockTable | None) -> None:
         self._storage.release_pages(page_ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.commit_planner import CommitDraft
@@ -38,3 +39,23 @@ class CommitReservation:
     draft: CommitDraft
     new_block_ids: array[int]
     new_page_ids: array[int]
+
+
+@dataclass(eq=False)
+class OpenCommit:
+    """The commit that has room and is not settled, if there is one: its blocks may be written by another thread.
+
+    handle: of the cache.   finish: waits for the writing and settles it, set by whoever lets another thread write.
+    """
+
+    handle: int | None = None
+    finish: Callable[[], object] | None = None
+
+    def concerns(self, handle: int) -> bool:
+        """Whether it is of a conversation's cache, or of its twin."""
+        return self.handle is not None and handle in (self.handle, -1 - self.handle)
+
+    def conclude(self, handle: int) -> None:
+        """Comes before everything that reads or changes a cache."""
+        if self.finish is not None and self.concerns(handle):
+            self.finish()

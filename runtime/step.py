@@ -285,6 +285,14 @@ class Executor(Protocol):
 
     def publish(self, plan: PublishPlan) -> PublishResult: ...
 
+    def publishing(self, plan: PublishPlan) -> Callable[[], PublishResult]:
+        """`publish` in two halves: the call reads tables and decisions, what it returns writes.
+
+        Only executors that are given a `CommitWorker` need it: another thread writes, while calls go on here that
+        neither read nor change the cache.
+        """
+        ...
+
     def release(self, page_ids: array[int], blocks: BlockTable | None) -> None:
         """Pages and blocks that nobody owns any more: memory may go back to the system."""
         ...

@@ -21,6 +21,7 @@ from runtime.chat_format import ChatFormat
 from runtime.checkpoint_hook import CheckpointHook
 from runtime.checkpoint_store import CheckpointStore, StoreLimits
 from runtime.checkpoints import Checkpoints, engine_fingerprint
+from runtime.commit_worker import CommitWorker
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.engine_interface import StepLimits, make_interface
@@ -63,7 +64,7 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
     torch.set_num_threads(config.num_threads or os.cpu_count() or 1)
     manager = _make_manager(manifest, config)
     make_executor = _EXECUTORS[config.device]
-    executor = make_executor(engine_dir, manifest, manager)
+    executor = make_executor(engine_dir, manifest, manager, config)
     tokenizer = load_tokenizer(engine_dir, manifest)
     chat_format = load_chat_format(engine_dir, manifest)
     probe_prompt, _ = tokenizer.encode(chat_format.next_turn(PROBE_REQUEST, False).text, (0, 0))
@@ -81,7 +82,13 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
         boundaries=boundary_tokens(manifest, probe_prompt),
         observer=_start_trace(config, manager, executor),
         checkpoints=_open_checkpoints(config, manifest, manager, executor),
+        commit_worker=CommitWorker() if _writes_aside(config) else None,
     )
+
+
+def _writes_aside(config: RuntimeConfig) -> bool:
+    """Whether another thread may write commits. On a GPU they share its staging memory with the steps."""
+    return config.background_commits and config.device == "cpu"
 
 
 def _start_trace(config: RuntimeConfig, manager: KvManager, executor: Executor) -> Trace | None:
@@ -129,15 +136,16 @@ def _make_manager(manifest: Manifest, config: RuntimeConfig) -> KvManager:
     return KvManager(spec, limits, config.kv_memory_bytes, facts.step.block_format, most)
 
 
-def _cpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager) -> Executor:
+def _cpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager, config: RuntimeConfig) -> Executor:
     spec, limits = manifest.model, manifest.limits
     storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks)
-    decoder_forms, forms = choose_forms(torch.get_num_threads())
+    num_threads = torch.get_num_threads()
+    decoder_forms, forms = choose_forms(num_threads, 1 if _writes_aside(config) else num_threads)
     decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, forms=decoder_forms)
     return TorchExecutor(decoder, spec, limits, storage, forms)
 
 
-def _gpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager) -> Executor:
+def _gpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager, _: RuntimeConfig) -> Executor:
     """The TensorRT engine of a trt manifest; torch with our kernels for one built for the CPU."""
     from runtime import gpu  # needs packages that a CPU does without
 
@@ -203,12 +211,12 @@ def load_chat_format(engine_dir: Path, manifest: Manifest) -> ChatFormat:
     )
 
 
-def choose_forms(num_threads: int) -> tuple[DecoderForms, Forms]:
+def choose_forms(num_threads: int, commit_threads: int = 1) -> tuple[DecoderForms, Forms]:
     """The native form of every operation, torch's where this machine cannot have it (said once in the log)."""
     if native_build.find_compiler() is None:
         log.warning("no C++ compiler found (%s); the slower torch forms are used", ", ".join(native_build.COMPILERS))
         return TORCH_DECODER_FORMS, TORCH_FORMS
-    line, publish = make_commit(num_threads) or (TORCH_FORMS.draw_line, TORCH_FORMS.publish)
+    line, publish = make_commit(commit_threads) or (TORCH_FORMS.draw_line, TORCH_FORMS.publish)
     decoder_forms = DecoderForms(
         linear=make_linear(num_threads) or TORCH_DECODER_FORMS.linear,
         pointwise=make_pointwise(num_threads) or TORCH_DECODER_FORMS.pointwise,

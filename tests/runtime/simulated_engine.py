@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from simulated_executor import SimulatedExecutor
 
 from runtime.bad_words import TokenTexts
+from runtime.commit_worker import Written
 from runtime.config import EngineLimits, ModelSpec, RopeSpec, RuntimeConfig
 from runtime.engine import Engine
 from runtime.engine_parts import EngineParts
@@ -18,6 +19,7 @@ from runtime.kv_manager import KvManager, twin_of
 from runtime.policy.base import Policy, Schedule
 from runtime.policy.registry import ALL_POLICIES
 from runtime.request import ErrorEvent, Event, FinishEvent, TextEvent
+from runtime.step import PublishResult
 
 SPEC = ModelSpec(
     family="llama",
@@ -84,6 +86,34 @@ class PlainChat:
         return text
 
 
+class SlowFuture:
+    """What is asked for when it is asked for; until then it is done only after being looked at `looks` times."""
+
+    def __init__(self, publish: Callable[[], PublishResult], done: Callable[[], None], looks: int) -> None:
+        self._publish, self._told, self._looks = publish, done, looks
+
+    def done(self) -> bool:
+        self._looks -= 1
+        self._told()  # an engine without other work does not wait for a thread that is not there
+        return self._looks < 0
+
+    def result(self) -> Written:
+        return Written(self._publish(), 1)
+
+
+@dataclass
+class SlowWorker:
+    """A `CommitWorker` without a thread: nothing is written before somebody waits for it, or looks often enough."""
+
+    looks: int
+
+    def write(self, publish: Callable[[], PublishResult], done: Callable[[], None]) -> SlowFuture:
+        return SlowFuture(publish, done, self.looks)
+
+    def close(self) -> None:
+        pass
+
+
 def eager(policy: Policy, **changes: object) -> Policy:
     own = policy.schedule
     schedule = dataclasses.replace(EAGER, reread_growth=own.reread_growth, renew=own.renew)
@@ -97,11 +127,12 @@ def make_engine(
     lossless: bool = False,
     limits: EngineLimits = LIMITS,
     clock_ns: Callable[[], int] = time.monotonic_ns,
+    worker: SlowWorker | None = None,
 ) -> tuple[Engine, SimulatedExecutor, KvManager]:
     manager = KvManager(SPEC, limits, config.kv_memory_bytes)
     executor = SimulatedExecutor(limits.page_tokens, limits.block_entries, SPEC.num_kv_rows, lossless=lossless)
     intake = Intake(CharTokenizer(), PlainChat(), policy, limits.max_seq_len)  # type: ignore[arg-type]
-    parts = EngineParts(SPEC, limits, config, manager, executor, intake, probe_prompt=(5, 6, 7))
+    parts = EngineParts(SPEC, limits, config, manager, executor, intake, probe_prompt=(5, 6, 7), commit_worker=worker)  # type: ignore[arg-type]
     engine = Engine(parts, clock_ns)
     executor.text_of = lambda handle: engine._table.by_handle[max(handle, twin_of(handle))].tokens
     return engine, executor, manager

@@ -175,6 +175,10 @@ class SimulatedExecutor:
             assert not moving, "the table has no room for all entries"
         return PublishResult(0, dropped)
 
+    def publishing(self, plan: PublishPlan) -> Callable[[], PublishResult]:
+        """All of it is done in the second half, as late as may be."""
+        return lambda: self.publish(plan)
+
     def release(self, page_ids: array[int], blocks: BlockTable | None) -> None:
         for page_id in page_ids:
             for slot in range(page_id * self.page_tokens, (page_id + 1) * self.page_tokens):

@@ -1,0 +1,193 @@
+"""Commits that another thread writes: steps of others go on, what concerns the cache waits, nothing is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from simulated_engine import SlowWorker, drain, last_of, make_engine, policies_for_tests, text_of
+
+import runtime.policy.registry as registry
+from runtime import commit_worker
+from runtime.commit_worker import CommitWorker
+from runtime.config import RuntimeConfig
+from runtime.engine import Engine
+from runtime.request import Event, FinishEvent, Request, SamplingParams
+from runtime.step import PublishResult
+from runtime.wiring import load_engine
+
+CONFIG = RuntimeConfig(kv_memory_bytes=1 << 20, tokens_per_step=24, probe_tokens_per_step=16)
+NEVER = 10**9  # looks: only who waits for it sees it written
+LONG = "a turn that is long enough to be compressed " * 2
+
+
+@pytest.fixture(autouse=True)
+def small_policies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, policy in policies_for_tests().items():
+        monkeypatch.setitem(registry.ALL_POLICIES, name, policy)
+
+
+def ask(request_id: str, text: str, conversation_id: str, max_tokens: int = 8) -> Request:
+    return Request(request_id, text, SamplingParams(max_tokens=max_tokens), conversation_id)
+
+
+def run_turns(engine: Engine) -> list[Event]:
+    """Steps until no turn is left, whatever else is."""
+    events: list[Event] = []
+    while engine.has_turns():
+        events += engine.step()[0]
+    return events
+
+
+def begin_commit(engine: Engine, name: str = "a") -> None:
+    """A turn, and steps until its commit is being written."""
+    engine.submit(ask(f"first {name}", LONG, name))
+    while not engine._upkeep.is_writing:
+        assert engine.step()[1], "nothing was committed"
+
+
+def test_turns_of_others_run_while_a_commit_is_written() -> None:
+    engine, _, manager = make_engine(CONFIG, policy="commitkv", worker=SlowWorker(NEVER))
+    begin_commit(engine)
+    engine.submit(ask("other", "hello", "b"))
+    assert isinstance(last_of(run_turns(engine), "other"), FinishEvent)
+    assert engine._upkeep.is_writing and engine.stats().commits == 0 and not engine.stats().idle
+    assert engine._upkeep.finish() and not engine._upkeep.finish()
+    assert engine.stats().commits == 1
+    drain_waiting(engine)
+    manager.check_invariants()
+
+
+def drain_waiting(engine: Engine) -> None:
+    while engine.step()[1]:
+        engine._upkeep.finish()
+
+
+def test_it_is_settled_at_a_step_boundary_once_it_is_written() -> None:
+    engine, _, manager = make_engine(CONFIG, policy="commitkv", worker=SlowWorker(3))
+    begin_commit(engine)
+    worked = [engine.step()[1] for _ in range(4)]
+    assert worked[:3] == [True] * 3, "an engine with a commit under way is not at rest"
+    assert engine.stats().commits == 1
+    drain(engine)
+    manager.check_invariants()
+    assert engine.stats().idle
+
+
+def test_the_next_turn_of_the_conversation_reads_what_was_committed() -> None:
+    texts = []
+    for worker in (None, SlowWorker(NEVER), SlowWorker(2)):
+        engine, _, manager = make_engine(CONFIG, policy="commitkv", worker=worker)
+        said = []
+        for i in range(6):
+            engine.submit(ask(f"r{i}", LONG, "a"))
+            said.append(text_of(run_turns(engine), f"r{i}"))
+            for _ in range(12):  # some of the idle time that it would need
+                engine.step()
+        texts.append(said)
+        assert engine.stats().commits > 2
+        engine._upkeep.finish()
+        manager.check_invariants()
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize("how", ["end", "cancel", "twin"])
+def test_a_conversation_that_goes_takes_its_commit_along(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, executor, manager = make_engine(CONFIG, policy="commitkv", worker=SlowWorker(NEVER))
+    begin_commit(engine)
+    if how == "twin":
+        while engine._manager.open_commit.handle is None or engine._manager.open_commit.handle >= 0:
+            engine._upkeep.finish()
+            if not engine.step()[1]:
+                engine.submit(ask(f"more {engine.stats().steps}", LONG, "a"))
+    if how == "cancel":
+        engine.submit(ask("cancelled", LONG, "a", 200))
+        engine.cancel("cancelled")
+        run_turns(engine)
+        engine._upkeep.finish()
+    engine.end_conversation("a")
+    drain_waiting(engine)
+    manager.check_invariants()
+    assert manager.budget.used_bytes == 0 and not executor.entries
+
+
+def test_a_commit_that_fails_gives_its_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, executor, manager = make_engine(CONFIG, policy="commitkv", worker=SlowWorker(0))
+    publish = executor.publish
+
+    def broken(_: object) -> PublishResult:
+        raise RuntimeError("the disk of the device is gone")
+
+    monkeypatch.setattr(executor, "publish", broken)
+    begin_commit(engine)
+    with pytest.raises(RuntimeError, match="is gone"):
+        engine.step()
+    assert engine.abort(RuntimeError()) == [] and not engine._upkeep.is_writing
+    manager.check_invariants()
+    monkeypatch.setattr(executor, "publish", publish)
+    drain(engine)
+    assert engine.stats().commits > 0
+    manager.check_invariants()
+
+
+def test_whoever_lacks_memory_waits_for_a_commit_before_caches_are_dropped() -> None:
+    pages = 30
+    _, _, probe = make_engine(CONFIG)
+    total = probe.budget.headroom_bytes + pages * probe.page_layout.page_bytes
+    config = dataclasses.replace(CONFIG, kv_memory_bytes=total)
+    engine, _, manager = make_engine(config, policy="commitkv", worker=SlowWorker(NEVER))
+    begin_commit(engine)
+    room = (pages - 2) * manager.page_tokens - manager.budget.used_bytes // probe.page_layout.page_bytes * 8
+    engine.submit(ask("big", "b" * (room + 40), "b", 1))
+    assert isinstance(last_of(run_turns(engine), "big"), FinishEvent)
+    assert engine.stats().commits >= 1
+    assert engine.stats().evictions["memory"] == 0
+    assert manager[engine.conversation("a").handle].num_tokens > 0
+
+
+def test_a_worker_writes_on_a_thread_that_gives_way_and_tells() -> None:
+    worker, told, seen = CommitWorker(), threading.Event(), []
+
+    def publish() -> PublishResult:
+        seen.append((threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+        return PublishResult(3, 4)
+
+    written = worker.write(publish, told.set).result(timeout=30)
+    assert written.result == PublishResult(3, 4) and written.cpu_ns >= 0
+    assert told.wait(30)
+    [(name, niceness)] = seen
+    assert name.startswith("commitkv-commit") and niceness == commit_worker.NICENESS
+    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < niceness, "nobody else gives way"
+
+    def fails() -> PublishResult:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        worker.write(fails, told.set).result(timeout=30)
+    worker.close()
+
+
+def hold(engine: Engine, tell: Callable[[int], str]) -> list[tuple[str, int]]:
+    """Texts and bytes of three turns with idle time behind them."""
+    found = []
+    for i in range(3):
+        engine.submit(ask(f"r{i}", tell(i), "c", 12))
+        events = drain(engine)
+        found.append((text_of(events, f"r{i}"), engine.kv_stats("c").kv_bytes))
+    return found
+
+
+def test_a_real_engine_says_the_same_whoever_writes(tiny_engine_dir: Path) -> None:
+    found = []
+    for aside in (False, True):
+        config = RuntimeConfig(kv_memory_bytes=16 << 20, num_threads=2, background_commits=aside)
+        engine = load_engine(tiny_engine_dir, config, verify=False)
+        assert (engine._upkeep._worker is not None) == aside
+        found.append(hold(engine, lambda i: f"turn {i}: " + "some words about it, " * 8))
+        assert engine.stats().commits > 0 and engine.stats().commit_time_ms > 0
+        engine.close(1.0)
+    assert found[0] == found[1]
