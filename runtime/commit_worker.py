@@ -14,8 +14,9 @@ from runtime.step import PublishResult
 
 log = logging.getLogger(__name__)
 
-# Of the thread: it takes what steps leave of the cores, and all it needs once they wait for it.
-NICENESS = 19
+# Of the thread: beside a busy thread it gets a quarter of a core. Much less, and commits would fall behind turns; much
+# more, and steps would wait for it after all.
+NICENESS = 5
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ class Maintenance:
                 if work is not None:
                     self._futile = False
                     return work
-        self._futile = True
+        self._futile = not self._manager.open_commit.is_open  # more can be done once that is settled
         return None
 
     def can_compress(self) -> bool:
@@ -209,6 +209,8 @@ class Maintenance:
         return at_end and self._manager[conversation.handle].num_staged > 0
 
     def _first(self, conversations: Iterable[Conversation]) -> CommitWork | None:
+        if self._manager.open_commit.is_open:
+            return None  # one at a time; nobody should wait for its end
         if self._blocked_at_bytes is not None:
             if self._manager.budget.used_bytes >= self._blocked_at_bytes:
                 return None

@@ -42,6 +42,8 @@ class Renewal:
         self._manager.stage_twin(conversation.handle)
         if twin.unprobed:
             return self._prober.reread(conversation, twin.unprobed[0], twin_handle)
+        if self._manager.open_commit.is_open:
+            return None
         plan = self._manager.plan_commit(twin_handle)
         return None if plan is None else CommitWork(plan)
 

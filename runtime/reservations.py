@@ -51,6 +51,10 @@ class OpenCommit:
     handle: int | None = None
     finish: Callable[[], object] | None = None
 
+    @property
+    def is_open(self) -> bool:
+        return self.handle is not None
+
     def concerns(self, handle: int) -> bool:
         """Whether it is of a conversation's cache, or of its twin."""
         return self.handle is not None and handle in (self.handle, -1 - self.handle)

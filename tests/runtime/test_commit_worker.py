@@ -62,6 +62,19 @@ def test_turns_of_others_run_while_a_commit_is_written() -> None:
     manager.check_invariants()
 
 
+def test_a_second_commit_waits_without_holding_up_steps() -> None:
+    engine, _, manager = make_engine(CONFIG, policy="quantize-int8", worker=SlowWorker(NEVER))  # commits at turn end
+    begin_commit(engine)
+    engine.submit(ask("second", LONG, "b"))
+    engine.submit(ask("third", "hello", "c", 30))
+    events = run_turns(engine)
+    assert isinstance(last_of(events, "second"), FinishEvent) and isinstance(last_of(events, "third"), FinishEvent)
+    assert engine._upkeep.is_writing and engine.stats().commits == 0
+    drain_waiting(engine)
+    assert engine.stats().commits == 2
+    manager.check_invariants()
+
+
 def drain_waiting(engine: Engine) -> None:
     while engine.step()[1]:
         engine._upkeep.finish()
