@@ -28,6 +28,7 @@ k_min: a narrow code counts for 17 wide ones, since 255 = 17 * 15. Only the torc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 BlockFormat = Literal["int4", "k8v4", "int8", "bf16", "fp16", "fp32", "k84v4"]
@@ -77,7 +78,7 @@ class PageLayout:
         """K and V bytes of one page in one layer."""
         return self.kv_heads * 2 * self.page_tokens * self.head_dim * self.element_bytes
 
-    @property
+    @cached_property  # asked in every step
     def page_bytes(self) -> int:
         """Bytes one page takes over all layers, its `seen` scores included."""
         return self.num_layers * (self.layer_bytes + self.kv_heads * self.page_tokens * SCORE_BYTES)
@@ -161,7 +162,7 @@ class BlockLayout:
         """Bytes one bulk copy brings on chip."""
         return self.slots + (_aligned(self.block_entries) if self.mixed else 0)
 
-    @property
+    @cached_property  # asked in every step
     def stored_bytes(self) -> int:
         """Bytes one block takes in memory, its scores included."""
         return self.block_bytes + self.block_entries * SCORE_BYTES
