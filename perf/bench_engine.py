@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from perf import stepping
 from perf.profile_step import filler
 from runtime import kv_state
 from runtime import manifest as manifests
@@ -24,7 +25,7 @@ from runtime.executor_torch import TorchExecutor
 from runtime.figures import EngineStats
 from runtime.kv_state import Page
 from runtime.memory_plan import weight_bytes
-from runtime.request import ErrorEvent, KvStats, Request, SamplingParams
+from runtime.request import KvStats, Request, SamplingParams
 from runtime.wiring import load_parts, load_tokenizer
 
 TURN_TOKENS = 1000
@@ -164,16 +165,11 @@ class BenchEngine:
         self.rest()
 
     def step(self) -> bool:
-        events, worked = self._engine.step()
-        for event in events:
-            if isinstance(event, ErrorEvent):
-                raise event.error
-        return worked
+        return stepping.step(self._engine)[1]
 
     def rest(self) -> None:
         """Runs until nothing is left to do."""
-        while self.step():
-            pass
+        stepping.rest(self._engine)
 
     def _submit(self, name: str, text: str, max_tokens: int, policy: str | None = None) -> str:
         self._num_requests += 1

@@ -18,13 +18,14 @@ from typing import Any
 
 from builder.model import DecoderModel, Ops
 from perf.serve import DEFAULT_ENGINE
+from perf.stepping import step
 from perf.workload import CONVERSATIONS, load_conversation
 from runtime import manifest as manifests
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.errors import CommitKVError
 from runtime.executor_torch import TorchExecutor
-from runtime.request import ErrorEvent, Request, SamplingParams
+from runtime.request import Request, SamplingParams
 from runtime.wiring import load_engine, load_tokenizer
 
 Times = dict[str, float]
@@ -110,10 +111,7 @@ def run_until_idle(engine: Engine, watch: Stopwatch, request: Request) -> list[t
     steps: list[tuple[int, Times]] = []
     tokens = engine.stats().tokens
     while True:
-        events, did_something = engine.step()
-        for event in events:
-            if isinstance(event, ErrorEvent):
-                raise event.error
+        _, did_something = step(engine)
         before, tokens = tokens, engine.stats().tokens
         steps.append((tokens - before, watch.take()))
         if not did_something and not engine.has_turns():

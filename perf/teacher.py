@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 
 from perf.chat_data import Chat, ChatTurn
+from perf.stepping import rest
 from runtime import manifest as manifests
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.errors import CommitKVError, RequestError, UnknownConversationError
 from runtime.paged_executor import PagedExecutor
-from runtime.request import ErrorEvent, KvStats, Request, SamplingParams
+from runtime.request import KvStats, Request, SamplingParams
 from runtime.text import EngineTokenizer
 from runtime.wiring import load_parts, load_tokenizer
 
@@ -137,7 +138,7 @@ class Teacher:
         finally:
             with suppress(UnknownConversationError):
                 self._engine.end_conversation(_ID)
-            self._rest()
+            rest(self._engine)
 
     def _given(self, turn: ChatTurn) -> tuple[int, ...] | None:
         if turn.answer is None:
@@ -157,7 +158,7 @@ class Teacher:
             self._engine.submit(
                 Request(f"turn-{number}", turn.user, sampling, _ID, system_prompt=system, policy=policy)
             )
-            self._rest()
+            rest(self._engine)
         except CommitKVError as error:
             raise RequestError(f"--data: {turn.where}: {error}") from error
         logprobs = torch.stack(self._forcing.logprobs)
@@ -168,14 +169,6 @@ class Teacher:
                 f"conversation; cut it, or build the engine with a larger --max-seq-len"
             )
         return Said(tuple(tokens), logprobs, compressed)
-
-    def _rest(self) -> None:
-        worked = True
-        while worked:
-            events, worked = self._engine.step()
-            for event in events:
-                if isinstance(event, ErrorEvent):
-                    raise event.error
 
 
 def compare(ours: Said, full: Said) -> TurnScore:

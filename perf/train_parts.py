@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from perf.serve import DEFAULT_ENGINE
+from perf.stepping import rest
 from perf.workload import CONVERSATIONS, Conversation
 from plugins.memory import KvMemory
 from runtime.config import ModelSpec, RuntimeConfig
@@ -21,7 +22,7 @@ from runtime.paged_executor import PagedExecutor
 from runtime.policy.base import Policy, Schedule
 from runtime.policy.check import base_name
 from runtime.policy.registry import ALL_POLICIES
-from runtime.request import ErrorEvent, Request, SamplingParams
+from runtime.request import Request, SamplingParams
 from runtime.wiring import load_parts
 
 TRACE = Policy(
@@ -57,19 +58,11 @@ class Tracer:
 
     def _end(self) -> None:
         self._engine.end_conversation("c")
-        self._rest()
+        rest(self._engine)
 
     def _turn(self, request: Request) -> None:
         self._engine.submit(request)
-        self._rest()
-
-    def _rest(self) -> None:
-        worked = True
-        while worked:
-            events, worked = self._engine.step()
-            for event in events:
-                if isinstance(event, ErrorEvent):
-                    raise event.error
+        rest(self._engine)
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser, data_help: str) -> None:

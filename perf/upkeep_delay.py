@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from perf.bench_engine import BenchText
 from perf.serve import DEFAULT_ENGINE
+from perf.stepping import rest, step
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.errors import CommitKVError, ConfigError
@@ -146,7 +147,7 @@ class Answering:
         self._policy = committed.name if commits else "full"
         for number in range(num_turns):
             self._turn(f"c{number}", self._text.piece(0, context - SHORT_TURN))
-            self._rest()
+            rest(self._engine)
 
     def pauses(self, num_turns: int) -> list[float]:
         """Longest pause in ms between two tokens of the answer, around the end of each of the others' turns."""
@@ -155,12 +156,12 @@ class Answering:
         found = []
         for number in range(num_turns):
             self._turn(f"c{number}", self._text.piece(self._context - SHORT_TURN, 2 * SHORT_TURN))
-            while not any(isinstance(event, FinishEvent) for event in self._step()):
+            while not any(isinstance(event, FinishEvent) for event in step(self._engine)[0]):
                 pass
             ends = [time.perf_counter()]
             while len(ends) <= TOKENS_AFTER:
                 before = self._engine.stats().generated_tokens
-                self._step()
+                step(self._engine)
                 if self._engine.stats().generated_tokens > before:
                     ends.append(time.perf_counter())
             found.append(1e3 * max(b - a for a, b in pairwise(ends)))
@@ -172,17 +173,6 @@ class Answering:
     def _turn(self, name: str, text: str) -> None:
         request = Request(f"{name} {len(text)}", text, SamplingParams(max_tokens=1), name, policy=self._policy)
         self._engine.submit(request)
-
-    def _step(self) -> list[Event]:
-        events, _ = self._engine.step()
-        for event in events:
-            if isinstance(event, ErrorEvent):
-                raise event.error
-        return events
-
-    def _rest(self) -> None:
-        while self._engine.has_turns() or not self._engine.stats().idle:
-            self._step()
 
 
 def measure_pauses(engine_dir: Path, config: RuntimeConfig, context: int, num_turns: int) -> dict[str, list[float]]:

@@ -18,11 +18,12 @@ import torch
 
 from perf.evaluation.scores import Answer, Held
 from perf.evaluation.tasks import Question, Task
+from perf.stepping import rest
 from runtime import manifest as manifests
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.errors import CommitKVError, ConfigError
-from runtime.request import ErrorEvent, Request, SamplingParams
+from runtime.request import Request, SamplingParams
 from runtime.step import ProbePlan
 from runtime.text import EngineTokenizer
 from runtime.wiring import load_parts, load_tokenizer
@@ -62,11 +63,11 @@ class EngineHolder:
             system = task.system if i == 0 else None
             request = Request(f"turn-{i}", text, SamplingParams(max_tokens=0), "c", system_prompt=system, policy=policy)
             self._engine.submit(request)
-            self._rest()
+            rest(self._engine)
         kv = self._engine.kv_stats("c")
         logprobs = torch.stack([self._ask(question) for question in task.questions])
         self._engine.end_conversation("c")
-        self._rest()
+        rest(self._engine)
         tokens = kv.active + kv.staged + kv.committed + kv.evicted
         return Raw(
             logprobs, first_tokens(self._tokenizer, task), tokens, kv.kv_bytes, kv.kv_full_bytes,
@@ -79,14 +80,6 @@ class EngineHolder:
             return logits
 
         return torch.log_softmax(self._engine.peek("c", question.text, question.opening, read), dim=-1)
-
-    def _rest(self) -> None:
-        worked = True
-        while worked:
-            events, worked = self._engine.step()
-            for event in events:
-                if isinstance(event, ErrorEvent):
-                    raise event.error
 
 
 def first_tokens(tokenizer: EngineTokenizer, task: Task) -> torch.Tensor:
