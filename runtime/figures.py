@@ -37,6 +37,7 @@ class EngineLoad:
 class EngineStats:
     """A snapshot since start; warm-up is not counted.
 
+    renewals: caches whose place was taken by one that was computed anew.
     manager_time_ratio: (planning + settling + commits) / (those + the executor's time on rows); probes run in
     spare time and are counted apart.
     """
@@ -56,6 +57,7 @@ class EngineStats:
     commits: int
     probes: int
     probes_interrupted: int
+    renewals: int
     absorbed: int
     dropped: int
     manager_time_ms: float
@@ -81,6 +83,7 @@ class Figures:
     commits: int = 0
     probes: int = 0
     probes_interrupted: int = 0
+    renewals: int = 0
     absorbed: int = 0
     dropped: int = 0
     evictions: dict[str, int] = field(default_factory=lambda: dict.fromkeys(EVICTION_REASONS, 0))
@@ -128,6 +131,7 @@ class Figures:
             commits=self.commits,
             probes=self.probes,
             probes_interrupted=self.probes_interrupted,
+            renewals=self.renewals,
             absorbed=self.absorbed,
             dropped=self.dropped,
             manager_time_ms=self.manager_ns / 1e6,

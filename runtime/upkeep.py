@@ -132,6 +132,7 @@ class Upkeep:
             handle, replaced = self._maintenance.committed(reservation.handle)
             if replaced is not None:
                 self._keeper.release(replaced)
+                self._figures.renewals += 1
             self._checkpoints.changed(self._keeper.held(handle))
             if self._observer is not None:
                 self._observer.committed(handle, result)

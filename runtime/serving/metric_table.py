@@ -249,6 +249,7 @@ ENGINE_METRICS: tuple[EngineMetric, ...] = (
         "Probes, by how they ended",
         lambda r: {"done": r.engine.probes, "interrupted": r.engine.probes_interrupted},
     ),
+    _counter("commitkv_renewals_total", "Caches replaced by one computed anew", lambda r: r.engine.renewals),
     _counter("commitkv_absorbed_entries_total", "Entries absorbed by a near one", lambda r: r.engine.absorbed),
     _counter("commitkv_evicted_entries_total", "Entries dropped below the line", lambda r: r.engine.dropped),
     _counters(

@@ -74,6 +74,7 @@ def test_the_engine_s_figures_arrive() -> None:
     stats = engine.stats()
     assert board["commitkv_commits_total", ""] == stats.commits > 0
     assert board["commitkv_probes_total", "done"] == stats.probes > 0
+    assert board["commitkv_renewals_total", ""] == stats.renewals > 0
     assert board["commitkv_evicted_entries_total", ""] == stats.dropped > 0
     assert board["commitkv_steps_total", ""] == stats.steps
     assert board["nv_trt_llm_general_metrics", "iteration_counter"] == stats.steps
