@@ -54,7 +54,7 @@ def test_equals_reference(runner: EmulatedRunner, geometry: AttendCase, tables: 
 @pytest.mark.slow
 @pytest.mark.parametrize("geometry", MORE_GEOMETRIES, ids=lambda c: c.name)
 def test_equals_reference_in_more_geometries(runner: EmulatedRunner, geometry: AttendCase) -> None:
-    for tables in DECODE + CHUNKS + SQUARES:
+    for tables in (DECODE + CHUNKS + SQUARES)[::2]:  # the geometries above have all of them
         check_attend(with_tables(geometry, tables), runner)
 
 

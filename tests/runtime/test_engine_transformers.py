@@ -15,7 +15,7 @@ from runtime.engine import Engine
 from runtime.request import ErrorEvent, Request, SamplingParams, TextEvent
 from runtime.wiring import load_engine
 
-NEW_TOKENS = 16
+NEW_TOKENS = 10
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a village by the sea,",
