@@ -14,7 +14,7 @@ from runtime.commit_planner import draft_commit, is_unscored, make_line_plan
 from runtime.config import DTYPE_BYTES, EngineLimits, ModelSpec
 from runtime.errors import ConfigError, OutOfMemoryError
 from runtime.kv_checks import check_conversations, check_pools
-from runtime.kv_state import ConversationKv, make_block_table
+from runtime.kv_state import ConversationKv, make_block_table, twin_of
 from runtime.lifecycle import Event, State, transition
 from runtime.page_pool import ByteBudget, IdPool
 from runtime.policy.base import Policy
@@ -23,11 +23,6 @@ from runtime.request import KvStats
 from runtime.reservations import CommitReservation, Freed, OpenCommit, RowReservation
 from runtime.shared_prefix import SharedPrefixes
 from runtime.step import LinePlan, LineResult, int32
-
-
-def twin_of(handle: int) -> int:
-    """Handle of the cache that is computed anew to take the place of `handle`'s, and back."""
-    return -1 - handle
 
 
 class KvManager:

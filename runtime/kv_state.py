@@ -15,6 +15,11 @@ from runtime.step import BlockTable, KvView, int32
 _versions = itertools.count(1)
 
 
+def twin_of(handle: int) -> int:
+    """Handle of the cache that is computed anew to take the place of `handle`'s, and back."""
+    return -1 - handle
+
+
 def make_block_table(block_format: str, rows: list[list[tuple[int, int]]]) -> BlockTable:
     """A table from (block id, entries filled) lists, one list per row."""
     starts, ids, lens = int32([0]), int32(), int32()

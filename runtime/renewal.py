@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from runtime.conversation import Conversation
 from runtime.errors import OutOfMemoryError
-from runtime.kv_manager import KvManager, twin_of
+from runtime.kv_manager import KvManager
+from runtime.kv_state import twin_of
 from runtime.probing import CommitWork, Prober, ProbeWork
 from runtime.reservations import Freed
 from runtime.step import ProbePlan

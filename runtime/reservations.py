@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from runtime.commit_planner import CommitDraft
+from runtime.kv_state import twin_of
 from runtime.step import BlockTable, KvView, PublishPlan
 
 
@@ -57,7 +58,7 @@ class OpenCommit:
 
     def concerns(self, handle: int) -> bool:
         """Whether it is of a conversation's cache, or of its twin."""
-        return self.handle is not None and handle in (self.handle, -1 - self.handle)
+        return self.handle is not None and handle in (self.handle, twin_of(self.handle))
 
     def conclude(self, handle: int) -> None:
         """Comes before everything that reads or changes a cache."""

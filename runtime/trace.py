@@ -39,7 +39,8 @@ from plugins.memory import KvMemory
 from runtime.config import ModelSpec
 from runtime.conversation import Conversation
 from runtime.errors import ConfigError
-from runtime.kv_manager import KvManager, twin_of
+from runtime.kv_manager import KvManager
+from runtime.kv_state import twin_of
 from runtime.step import PublishPlan, PublishResult
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from runtime.config import EngineLimits, ModelSpec, RopeSpec, RuntimeConfig
 from runtime.engine import Engine
 from runtime.engine_parts import EngineParts
 from runtime.intake import Intake
-from runtime.kv_manager import KvManager, twin_of
+from runtime.kv_manager import KvManager
+from runtime.kv_state import twin_of
 from runtime.policy.base import Policy, Schedule
 from runtime.policy.registry import ALL_POLICIES
 from runtime.request import ErrorEvent, Event, FinishEvent, TextEvent

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from runtime.kv_manager import twin_of
+from runtime.kv_state import twin_of
 from runtime.step import (
     BlockTable,
     KvView,

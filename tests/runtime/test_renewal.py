@@ -12,7 +12,7 @@ from watched_engine import CONFIG, PROMPT, Watched, watch
 
 import runtime.maintenance as maintenance
 from runtime.errors import CommitKVError, ConfigError
-from runtime.kv_manager import twin_of
+from runtime.kv_state import twin_of
 from runtime.lifecycle import State
 from runtime.policy.base import Policy, Schedule
 from runtime.request import ErrorEvent, Request, SamplingParams
