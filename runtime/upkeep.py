@@ -54,7 +54,8 @@ class Upkeep:
         self._lock = lock
         self._clock_ns = clock_ns
         self._writing: _Writing | None = None
-        self._manager.open_commit.finish = self.finish
+        self._failure: Exception | None = None  # of a commit that somebody else waited for
+        self._manager.open_commit.finish = self._conclude
 
     def probe(self, work: ProbeWork, interrupted: Callable[[], bool]) -> None:
         """Re-reads a piece of a span; gives way to `interrupted` unless it is urgent."""
@@ -97,7 +98,10 @@ class Upkeep:
         return self._writing is not None
 
     def settle_written(self) -> None:
-        """Settles a commit whose blocks are written; waits for none."""
+        """Settles a commit whose blocks are written; waits for none. Raises what made the last one fail."""
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
         if self._writing is not None and self._writing.future.done():
             self.finish()
 
@@ -111,9 +115,19 @@ class Upkeep:
         self._settle(writing.reservation, written.result, writing.spent_ns + written.cpu_ns)
         return True
 
+    def _conclude(self) -> None:
+        """`finish` for those who change the cache: a commit that failed is no commit, and must not stop them half way.
+
+        The next step raises it.
+        """
+        try:
+            self.finish()
+        except Exception as error:
+            self._failure = error
+
     def close(self) -> None:
         """Called when nobody steps any more."""
-        self.finish()
+        self._conclude()
         if self._worker is not None:
             self._worker.close()
 

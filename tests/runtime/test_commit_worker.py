@@ -147,6 +147,29 @@ def test_a_commit_that_fails_gives_its_room_back(monkeypatch: pytest.MonkeyPatch
     manager.check_invariants()
 
 
+def test_a_turn_is_undone_whole_though_the_commit_it_waits_for_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, executor, manager = make_engine(CONFIG, policy="commitkv", worker=SlowWorker(NEVER))
+    publish = executor.publish
+
+    def broken(_: object) -> PublishResult:
+        raise RuntimeError("the disk of the device is gone")
+
+    monkeypatch.setattr(executor, "publish", broken)
+    begin_commit(engine)
+    before = list(engine.conversation("a").tokens)
+    engine.submit(ask("cancelled", LONG, "a"))
+    engine.cancel("cancelled")
+    events, _ = engine.step()
+    assert getattr(last_of(events, "cancelled"), "reason", "") == "cancelled"
+    assert engine.conversation("a").tokens == before and engine.conversation("a").turn is None
+    with pytest.raises(RuntimeError, match="is gone"):
+        engine.step()
+    manager.check_invariants()
+    monkeypatch.setattr(executor, "publish", publish)
+    drain_waiting(engine)
+    assert engine.stats().commits > 0
+
+
 def test_whoever_lacks_memory_waits_for_a_commit_before_caches_are_dropped() -> None:
     pages = 30
     _, _, probe = make_engine(CONFIG)
