@@ -57,6 +57,7 @@ _DTYPES: Mapping[str, str] = {
     "stop": "BOOL",
     "conversation_id": "BYTES",
     "conversation_end": "BOOL",
+    "turn_id": "BYTES",
     "system_prompt": "BYTES",
     "protect": "INT32",
     "kv_policy": "BYTES",
@@ -128,7 +129,10 @@ class TurnResult:
 
 @dataclass(frozen=True)
 class TurnOptions:
-    """Greedy by default. bad: texts that never appear. logprob: ask for log-probabilities, per token and their sum."""
+    """Greedy by default. bad: texts that never appear. logprob: ask for log-probabilities, per token and their sum.
+
+    turn_id: a name, so that the turn can be sent again after a broken connection without being taken twice; "": none.
+    """
 
     max_tokens: int = 128
     temperature: float = 0.0
@@ -141,6 +145,7 @@ class TurnOptions:
     end: bool = False
     logprob: bool = False
     priority: int = 0
+    turn_id: str = ""
     timeout_s: float = 600.0
 
 
@@ -323,6 +328,7 @@ class Chat:
             "return_cumulative_logprob": options.logprob,
             "return_log_probs": options.logprob,
             "priority": options.priority,
+            "turn_id": options.turn_id,
         }
         values |= {name: value for name, value in optional.items() if value}
         if options.seed is not None:

@@ -29,6 +29,7 @@ from perf.serve import add_engine_arguments, server_options
 from perf.server import REPO_ROOT, ServerOptions, TritonServer, free_ports
 from runtime import manifest
 from runtime.errors import CommitKVError, ConfigError
+from runtime.retelling import NOTE
 
 RETRY_S = 0.25
 MAX_TRIES = 120
@@ -37,9 +38,11 @@ NOTICE_S = 6.0  # until a proxy tries a replica again that had failed
 
 # How a turn found the conversation. kept: the server held it.   restored: from a checkpoint, KV and all.
 # recomputed: its text was there, its KV was not.   cut: without the newest of what the client has seen.
-Way = Literal["new", "kept", "restored", "recomputed", "cut"]
+# retold: the turn had been taken, its answer was lost on the way and is told again.
+Way = Literal["new", "kept", "retold", "restored", "recomputed", "cut"]
 WORDS: dict[Way, str] = {
     "kept": "conversations that stayed where their KV was",
+    "retold": "conversations whose turn was over, and its answer lost on the way and told again",
     "restored": "conversations that moved, KV restored from the checkpoint",
     "recomputed": "conversations that moved, KV recomputed from the text",
     "cut": "conversations that lost a turn they had had",
@@ -114,6 +117,8 @@ def way_of(answer: Answer, history_tokens: int) -> Way:
         return "new"
     if held < history_tokens:
         return "cut"
+    if NOTE in turn["recomputed_reason"]:
+        return "retold"
     if turn["recomputed_tokens"]:
         return "recomputed"
     return "restored" if "restored from a checkpoint" in turn["recomputed_reason"] else "kept"
@@ -139,7 +144,7 @@ class Talk:
     async def take_turn(self, requests: Requests) -> TurnRecord:
         """Asks until the answer is whole."""
         text = message(1000 * self.index + self._turn, self._plan.message_words)
-        values = turn_values(text, self._name, self._plan.answer_tokens)
+        values = turn_values(text, self._name, self._plan.answer_tokens, turn_id=str(self._turn))
         begin, history = time.monotonic(), self._history_tokens
         for tries in range(1, MAX_TRIES + 1):
             answer = await requests.ask(values, f"{self._name}/{self._turn}/{tries}")

@@ -48,9 +48,8 @@ def _text(turn: Turn, piece: str) -> list[Event]:
 
 def _take_logprobs(turn: Turn) -> tuple[float, ...]:
     """Those of the tokens since the event before."""
-    taken = tuple(turn.logprobs)
-    turn.logprobs.clear()
-    return taken
+    told, turn.num_told = turn.num_told, len(turn.logprobs)
+    return tuple(turn.logprobs[told:])
 
 
 def finish_event(conversation: Conversation, turn: Turn, kv: KvStats) -> FinishEvent:

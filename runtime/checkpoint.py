@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from runtime.errors import LostConversationError
-from runtime.history import HeldMessage
+from runtime.history import HeldMessage, TakenTurn
 
 FORMAT_VERSION = 1
 _MAGIC = b"CommitKV"
@@ -113,6 +113,7 @@ class ChatText:
     system_tokens: int
     num_computed: int
     protected: tuple[tuple[int, int], ...]
+    taken: TakenTurn | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,6 +228,7 @@ def _parsed(read: Callable[[Any], T], part: memoryview, name: str) -> T:
 
 
 def _read_text(record: Any) -> ChatText:
+    taken = record.get("taken")  # older ones do not say
     return ChatText(
         tokens=tuple(map(int, record["tokens"])),
         ended=bool(record["ended"]),
@@ -234,6 +236,7 @@ def _read_text(record: Any) -> ChatText:
         system_tokens=int(record["system_tokens"]),
         num_computed=int(record["num_computed"]),
         protected=_spans(record["protected"]),
+        taken=None if taken is None else TakenTurn(**{**taken, "logprobs": tuple(taken["logprobs"])}),
     )
 
 

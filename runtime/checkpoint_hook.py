@@ -50,6 +50,7 @@ class Revival:
             num_computed=text.num_computed,
             messages=text.messages,
             system_tokens=text.system_tokens,
+            taken=text.taken,
         )
 
 

@@ -282,6 +282,7 @@ class Checkpoints(CheckpointHook):
                 system_tokens=conversation.system_tokens,
                 num_computed=conversation.num_computed,
                 protected=tuple(kv.protected_ranges()),
+                taken=conversation.taken,
             ),
             kv=part,
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from runtime.bad_words import BadWords
 from runtime.detokenizer import StopMatcher, TokenStream
-from runtime.history import HeldMessage, Rollback, Undo
+from runtime.history import HeldMessage, Rollback, TakenTurn, Undo
 from runtime.policy.base import Policy
 from runtime.request import FinishReason, Request
 from runtime.step import SampleSpec
@@ -22,7 +22,7 @@ class Turn:
     ended_before: the conversation's `ended` before this turn.
     protect: [start, end) token ranges to protect.
     bad_words: what the answer must not say; None: anything goes.
-    logprobs: of generated tokens, not told to the client yet.
+    logprobs: of generated tokens.   num_told: how many of them the client was told.
     history_end: where the newest user message begins; tokens before it are of earlier turns.
     rollback: what the chat that the client sent departs from; None once the cache was rolled back, or nothing departs.
     undo: what the turn took the place of.   protected_before: what was protected when the cache was rolled back.
@@ -54,6 +54,7 @@ class Turn:
     passed: int = 0
     bad_words: BadWords | None = None
     logprobs: list[float] = field(default_factory=list)
+    num_told: int = 0
     history_end: int = 0
     rollback: Rollback | None = None
     undo: Undo = field(default_factory=Undo)
@@ -97,6 +98,7 @@ class Conversation:
     loss: why the cache was dropped last.
     messages: what `tokens` say, message by message.   system_tokens: how many of them are the system part.
     is_unnamed: its client sends whole chats and gave no id; it is found by what it holds.
+    taken: the last turn, if its client named it.
     """
 
     handle: int
@@ -114,6 +116,7 @@ class Conversation:
     messages: tuple[HeldMessage, ...] = ()
     system_tokens: int = 0
     is_unnamed: bool = False
+    taken: TakenTurn | None = None
 
     def num_pending(self, num_cached: int) -> int:
         """Tokens that are not in the cache yet; 1 while decoding."""

@@ -123,6 +123,11 @@ class ConversationTable:
         assert conversation.turn is not None
         del self._by_request[conversation.turn.request.request_id]
         conversation.turn = None
-        conversation.last_used_ns = now_ns
         if goes_on:
-            self.idle[conversation.handle] = conversation
+            self.rest(conversation, now_ns)
+
+    def rest(self, conversation: Conversation, now_ns: int) -> None:
+        """It runs no turn and is the newest idle one."""
+        conversation.last_used_ns = now_ns
+        self.idle.pop(conversation.handle, None)
+        self.idle[conversation.handle] = conversation

@@ -18,7 +18,7 @@ from typing import TypeVar
 from runtime.admission import Admission
 from runtime.answer import accept_token, finish_event
 from runtime.checkpoint_hook import CheckpointFigures, Revival
-from runtime.conversation import Conversation
+from runtime.conversation import Conversation, Turn
 from runtime.conversation_table import ConversationTable
 from runtime.engine_parts import EngineParts
 from runtime.eviction import Evictor
@@ -29,6 +29,7 @@ from runtime.maintenance import Maintenance
 from runtime.probing import CommitWork, ProbeSettings, ProbeWork
 from runtime.request import ErrorEvent, Event, KvStats, Request
 from runtime.reservations import Freed
+from runtime.retelling import Retelling, retelling
 from runtime.scheduler import Scheduler, Starved, StepWork
 from runtime.step import ProbePlan, StepResult
 from runtime.upkeep import Upkeep
@@ -54,6 +55,7 @@ class Engine:
         self._clock_ns = clock_ns
         self._manager = manager
         self._table = ConversationTable()
+        self._retellings: list[Retelling] = []
         self._figures = Figures()
         self._admission = Admission(manager, parts.limits, parts.config)
         evictor = Evictor(manager, self._table, self._figures)
@@ -104,18 +106,28 @@ class Engine:
                 self._check_not_ended(request)
                 conversation = self._intake.start(request, self._table.take_handle())
             now_ns = self._clock_ns()
-            turn = self._intake.make_turn(request, conversation, now_ns, self._admission.check_size)
+            again = retelling(request, conversation, now_ns)
+            turn = None
+            if again is None:
+                turn = self._intake.make_turn(request, conversation, now_ns, self._admission.check_size)
             if is_new:
                 self._keeper.open(conversation, now_ns)
                 if revival is not None:
                     self._checkpoints.revived(conversation, revival)
-            conversation.turn = turn
-            if turn.rollback is None:
-                self._keeper.begin_turn(conversation)
-            conversation.priority = request.priority
-            self._table.turn_began(conversation)
-            self._scheduler.add(conversation)
+            if again is not None:
+                self._table.rest(conversation, now_ns)
+                self._retellings.append(again)
+            if turn is not None:
+                self._begin(conversation, turn)
             self._wake()
+
+    def _begin(self, conversation: Conversation, turn: Turn) -> None:
+        conversation.turn = turn
+        if turn.rollback is None:
+            self._keeper.begin_turn(conversation)
+        conversation.priority = turn.request.priority
+        self._table.turn_began(conversation)
+        self._scheduler.add(conversation)
 
     def _check_not_ended(self, request: Request) -> None:
         """A client that goes on with what the server ended is told so; one that sends all of the chat may."""
@@ -189,7 +201,7 @@ class Engine:
     def has_turns(self) -> bool:
         """Whether a turn waits or runs, or has ended and its client was not told."""
         with self._lock:
-            return self._table.has_turns or self._checkpoints.holds
+            return self._table.has_turns or bool(self._retellings) or self._checkpoints.holds
 
     # The engine's thread
 
@@ -226,7 +238,7 @@ class Engine:
             self._upkeep.settle_written()
             self._keeper.end_expired(started)
             written = self._checkpoints.between_steps(self._keeper.make_room, self._scheduler.evictor.drop)
-            ended = [*written, *self._reap()]
+            ended = [*written, *self._retell(), *self._reap()]
             work = None if ended else self._plan()
             self._keeper.release_dropped()
             self._idle = work is None and not ended and not self._upkeep.is_writing
@@ -299,6 +311,20 @@ class Engine:
         elif not conversation.end_requested:  # else that was said when it was asked for
             self._checkpoints.discard(conversation)
         return self._checkpoints.hold(conversation, event)
+
+    def _retell(self) -> list[Event]:
+        """Answers of turns that had been taken; the last word waits, like a turn's own, until it is written."""
+        events: list[Event] = []
+        for one in self._retellings:
+            conversation = one.conversation
+            if conversation.end_requested:  # since it was asked for
+                events += one.events(KvStats())
+                continue
+            *text, end = one.events(self._manager.stats(conversation.handle))
+            self._checkpoints.changed(conversation)
+            events += [*text, *self._checkpoints.hold(conversation, end)]
+        self._retellings.clear()
+        return events
 
     def _relieve(self, starved: Starved) -> list[Event]:
         """Nobody could get pages: compress what can be, else an idle conversation gives up its cache, else the newest

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from runtime.detokenizer import Tokenizer
 from runtime.errors import RequestError
-from runtime.request import Message, Role
+from runtime.request import FinishReason, Message, Role
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,17 @@ class HeldMessage:
     start: int
     end: int
     ended: bool = False
+
+
+@dataclass(frozen=True)
+class TakenTurn:
+    """The last turn that a conversation took, by the name that its client gave it; its answer is the last message."""
+
+    turn_id: str
+    reason: FinishReason
+    stop_reason: str
+    cumulative_logprob: float = 0.0
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

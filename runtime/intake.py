@@ -168,7 +168,7 @@ class Intake:
     def _policy(self, request: Request) -> Policy:
         names = (request.policy, request.default_policy, self._default_policy)
         policy = get_policy(next(name for name in names if name is not None))
-        return policy.for_task(detect_task(_user_text(request))) if policy.by_task else policy
+        return policy.for_task(detect_task(request.user_text)) if policy.by_task else policy
 
     def _protected(self, request: Request, conversation: Conversation, draft: Draft) -> list[tuple[int, int]]:
         """[start, end) ranges of new tokens that are never merged or evicted."""
@@ -202,14 +202,10 @@ def _take(conversation: Conversation, turn: Turn, draft: Draft) -> None:
 
 
 def _check_protect(request: Request) -> None:
-    text = _user_text(request)
+    text = request.user_text
     for start, end in request.protect:
         if not 0 <= start < end <= len(text):
             raise RequestError(
                 f"protect: got the range [{start}, {end}), expected 0 <= start < end <= {len(text)} "
                 f"(characters of text_input, or of the newest message); correct the range"
             )
-
-
-def _user_text(request: Request) -> str:
-    return request.messages[-1].content if request.messages else request.text

@@ -11,6 +11,7 @@ from runtime.figures import EvictionReason, Figures
 from runtime.history import HeldMessage
 from runtime.kv_manager import KvManager
 from runtime.reservations import Freed
+from runtime.retelling import taken_turn
 from runtime.scheduler import Scheduler
 from runtime.step import Executor
 
@@ -90,6 +91,7 @@ class Keeper:
         first, last = turn.prompt_end, len(conversation.tokens)
         answer = HeldMessage("assistant", "".join(turn.text), first, last, conversation.ended)
         conversation.messages += (answer,)
+        conversation.taken = taken_turn(turn)
         self._leave_turn(conversation, now_ns, goes_on=goes_on)
         if not goes_on:
             self.remove(conversation)

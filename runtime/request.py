@@ -85,6 +85,8 @@ class Request:
         finds what of it it holds already.
     tenant: whose conversation it is; ids of one tenant mean nothing to another.
     priority: higher ones keep their cache longer and are admitted first; 0 is usual.
+    turn_id: the client's name of this turn within its conversation. A turn that asks by the name of the last one that
+        was taken is not taken twice: it is told that one's answer.
     """
 
     request_id: str
@@ -100,6 +102,12 @@ class Request:
     messages: tuple[Message, ...] = ()
     tenant: str = ""
     priority: int = 0
+    turn_id: str | None = None
+
+    @property
+    def user_text(self) -> str:
+        """The new message, or the prompt."""
+        return self.messages[-1].content if self.messages else self.text
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,7 @@ BAD_REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "unknown policy": {"text_input": "a", "kv_policy": "no-such-policy"},
     "endless conversation id": {"text_input": "a", "conversation_id": "x" * 5000},
     "conversation id that cannot be printed": {"text_input": "a", "conversation_id": "a\x00b"},
+    "name of a turn in no conversation": {"text_input": "a", "turn_id": "first"},
     "end of no conversation": {"conversation_end": True},
     "end of an unknown conversation": {"conversation_end": True, "conversation_id": "never-begun"},
     "figures of an unknown conversation": {"stats": True, "conversation_id": "never-begun"},

@@ -1,7 +1,7 @@
 """What the model `tensorrt_llm` takes: the names and types of its input tensors, and the call that a request makes.
 
 Names follow TensorRT-LLM's LLM-API Triton model. CommitKV's own: sampling_param_bad, return_log_probs, messages,
-conversation_id, conversation_end, system_prompt, protect, kv_policy, priority and stats. What goes back is in
+conversation_id, conversation_end, turn_id, system_prompt, protect, kv_policy, priority and stats. What goes back is in
 `runtime.serving.responses`.
 """
 
@@ -44,6 +44,7 @@ INPUTS: Mapping[str, InputSpec] = {
     "messages": InputSpec("STRING"),
     "conversation_id": InputSpec("STRING"),
     "conversation_end": InputSpec("BOOL"),
+    "turn_id": InputSpec("STRING"),
     "system_prompt": InputSpec("STRING"),
     "protect": InputSpec("INT32", "pairs"),
     "kv_policy": InputSpec("STRING"),
@@ -162,6 +163,7 @@ def _turn_call(fields: Fields, origin: Origin, tenant: str, conversation_id: str
         messages=messages,
         tenant=tenant,
         priority=_priority(fields),
+        turn_id=_turn_id(fields, named=conversation_id is not None, ends=ends),
     )
     return TurnCall(request, choice, new_conversation=drawn)
 
@@ -246,6 +248,17 @@ def _checked_id(name: str, text: str) -> str:
             "choose another id"
         )
     return text
+
+
+def _turn_id(fields: Fields, *, named: bool, ends: bool) -> str | None:
+    turn_id = _identifier(fields, "turn_id")
+    if turn_id is not None and (ends or not named):
+        wrong = "with conversation_end" if ends else "without a conversation_id of yours"
+        raise RequestError(
+            f"turn_id: got it {wrong}, expected it in a conversation that you name and that goes on, where its answer "
+            f"can be told again; {'end it by a request of its own' if ends else 'name the conversation'}"
+        )
+    return turn_id
 
 
 def _priority(fields: Fields) -> int:

@@ -10,6 +10,7 @@ import pytest
 from perf import scale
 from perf.load.turn_stream import Answer, Status
 from perf.scale import Plan, Report, TurnRecord, Way, markdown, must_retry, part_of, way_of
+from runtime.retelling import NOTE
 
 
 def answer(status: Status = "ok", error: str = "", reused: int = 0, recomputed: int = 0, reason: str = "") -> Answer:
@@ -29,6 +30,7 @@ RESTORED = "kv restored from a checkpoint of 90 tokens"
         (90, answer(recomputed=90, reason="kv of its checkpoint not used: torn"), "recomputed"),
         (90, answer(reused=60, recomputed=30, reason=RESTORED), "recomputed"),
         (90, answer(reused=60, reason=RESTORED), "cut"),
+        (90, answer(reused=110, reason=NOTE), "retold"),
         (90, answer(reused=60), "cut"),
         (90, answer(), "cut"),
     ],
@@ -61,7 +63,7 @@ def test_a_conversation_counts_once_by_its_worst_turn() -> None:
     records = [record(0, "new"), record(0, "kept"), record(1, "kept"), record(1, "restored", tries=3, seconds=4.0),
                record(2, "restored"), record(2, "cut", text=None)]  # fmt: skip
     part = part_of("killed", records)
-    assert part.conversations == {"kept": 1, "restored": 1, "recomputed": 0, "cut": 1}
+    assert part.conversations == {"kept": 1, "retold": 0, "restored": 1, "recomputed": 0, "cut": 1}
     assert (part.turns, part.lost, part.retried, part.longest_s) == (6, 1, 1, 4.0)
     report = Report(Plan(conversations=3), "nginx", "full", (part, part), 5, 6)
     assert report.lost == 2 and report.found("cut") == 2 and report.found("kept") == 2

@@ -76,6 +76,28 @@ def test_a_turn_with_everything() -> None:
     assert call.choice == OutputChoice(True, True, True, True, True, True)
 
 
+def test_a_turn_with_a_name() -> None:
+    assert turn(one("conversation_id", b"a"), one("turn_id", b"first")).request.turn_id == "first"
+    assert turn(one("conversation_id", b"a")).request.turn_id is None
+
+
+@pytest.mark.parametrize(
+    ("tensors", "part"),
+    [
+        ([one("turn_id", b"first")], "turn_id: got it without a conversation_id of yours"),
+        ([one("turn_id", b"first"), one("conversation_id", b"")], "turn_id: got it without a conversation_id of yours"),
+        (
+            [one("turn_id", b"first"), one("conversation_id", b"a"), one("conversation_end", True)],
+            "turn_id: got it with conversation_end",
+        ),
+        ([one("turn_id", b"a\nb"), one("conversation_id", b"a")], "turn_id: got 'a"),
+    ],
+)
+def test_a_name_that_is_of_no_use_is_refused(tensors: list[InputTensor], part: str) -> None:
+    with pytest.raises(RequestError, match=part):
+        turn(*tensors)
+
+
 def test_defaults_are_greedy_and_whole() -> None:
     call = turn()
     assert call.choice == OutputChoice()
