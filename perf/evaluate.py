@@ -159,21 +159,11 @@ def stored_scores(store: Store, all_tasks: Sequence[Task], names: Sequence[str])
 
 
 def peer_scores(folder: Path, all_tasks: Sequence[Task]) -> list[Score]:
-    """Scores of what `perf.evaluation.peers` has measured on all of these tasks, none without it.
+    """Scores of what `perf.evaluation.peers` has measured on some of these tasks, none without it.
 
     Peers are held against their own full cache: the same weights in transformers.
     """
-    if not folder.is_dir():
-        return []
-    store = Store.open(folder)
-    scores: list[Score] = []
-    for length in sorted({task.num_tokens for task in all_tasks}):
-        of_length = [task for task in all_tasks if task.num_tokens == length]
-        if all(store.get(PEER_FULL, task) for task in of_length):
-            base = store.of(PEER_FULL, of_length)
-            done = [n for n in store.policies() if all(store.get(n, task) for task in of_length)]
-            scores += [score(store.of(name, of_length), base) for name in done]
-    return scores
+    return stored_scores(Store.open(folder), all_tasks, (PEER_FULL,)) if folder.is_dir() else []
 
 
 def result_key(engine: Path, reference: Path | None) -> str:
