@@ -4,6 +4,7 @@ apart, and the limits on conversations hold."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from unittest import mock
 
@@ -51,6 +52,10 @@ class EngineMachine(RuleBasedStateMachine):
             config, lossless=lossless, clock_ns=self.clock_ns, worker=None if looks is None else SlowWorker(looks)
         )
         self.open: dict[str, Conversation] = {}
+        self.asked: dict[str, Request] = {}
+        self.told: dict[str, str] = {}  # text so far, by request
+        self.taken: dict[tuple[str, str], str] = {}  # request that was answered last, by conversation
+        self.expected: dict[str, str] = {}  # answers that are to be told again, by request
         self.count = 0
 
     def clock_ns(self) -> int:
@@ -83,6 +88,7 @@ class EngineMachine(RuleBasedStateMachine):
             end_conversation=ends and self.count % 3 == 0,
             tenant=tenant,
             priority=priority,
+            turn_id=f"t{self.count}" if name is not None and self.count % 4 else None,
         )
         held = set(self.engine._table.by_handle)
         try:
@@ -97,6 +103,29 @@ class EngineMachine(RuleBasedStateMachine):
             assert conversation is not None and conversation.tenant == tenant
             assert conversation.handle not in held or conversation.conversation_id == name is not None
             self.open[request.request_id] = conversation
+            self.asked[request.request_id] = request
+
+    @rule(data=st.data())
+    def ask_again(self, data: st.DataObject) -> None:
+        """The last answer of a conversation was lost on the way."""
+        if not self.taken:
+            return
+        tenant, name = data.draw(st.sampled_from(sorted(self.taken)))
+        before = self.taken[tenant, name]
+        self.count += 1
+        request = dataclasses.replace(self.asked[before], request_id=f"r{self.count}")
+        held = self.engine._table.find(tenant, name)
+        tokens = None if held is None else list(held.tokens)
+        with contextlib.suppress(CommitKVError):
+            self.engine.submit(request)
+            begun = self.engine._table.of_request(request.request_id)
+            if begun is not None:
+                assert begun.taken is None or begun.taken.turn_id != request.turn_id or request.turn_id is None
+                self.open[request.request_id] = begun
+                self.asked[request.request_id] = request
+            else:
+                assert held is not None and held.tokens == tokens
+                self.expected[request.request_id] = self.told[before]
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
@@ -110,7 +139,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def rest(self) -> None:
         self.note(drain(self.engine))
-        assert not self.open, "a turn was forgotten"
+        assert not self.open and not self.expected, "a turn was forgotten"
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
@@ -141,7 +170,12 @@ class EngineMachine(RuleBasedStateMachine):
 
     def note(self, events: list[Event]) -> None:
         for event in events:
+            self.told.setdefault(event.request_id, "")
             if isinstance(event, TextEvent):
+                self.told[event.request_id] += event.text
+                continue
+            if event.request_id in self.expected:
+                assert self.told[event.request_id] == self.expected.pop(event.request_id)
                 continue
             conversation = self.open.pop(event.request_id)
             if isinstance(event, ErrorEvent):
@@ -152,6 +186,8 @@ class EngineMachine(RuleBasedStateMachine):
                 assert bool(event.stats.recomputed_tokens) == bool(event.stats.recomputed_reason)
                 assert event.stats.kv.kv_bytes <= self.manager.budget.total_bytes
                 if event.reason != "cancelled":
+                    if conversation.conversation_id is not None:
+                        self.taken[conversation.tenant, conversation.conversation_id] = event.request_id
                     self.check_text(conversation, event.stats.generated_tokens)
 
     def check_text(self, conversation: Conversation, num_generated: int) -> None:
