@@ -6,7 +6,6 @@ as many bytes as it would for conversations that were held one by one.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,14 +15,13 @@ import torch
 
 from perf import stepping
 from perf.profile_step import filler
-from runtime import kv_state
 from runtime import manifest as manifests
+from runtime.checkpoint_tables import place_of, reinstate, tables_of
 from runtime.config import DTYPE_BYTES, RuntimeConfig
-from runtime.conversation import Conversation
 from runtime.engine import Engine
 from runtime.executor_torch import TorchExecutor
 from runtime.figures import EngineStats
-from runtime.kv_state import Page
+from runtime.kv_transfer import KvTransfer
 from runtime.memory_plan import weight_bytes
 from runtime.request import KvStats, Request, SamplingParams
 from runtime.wiring import load_parts, load_tokenizer
@@ -77,7 +75,7 @@ class BenchEngine:
         assert isinstance(parts.executor, TorchExecutor)
         self.spec, self.limits = parts.spec, parts.limits
         self.num_threads = torch.get_num_threads()
-        self._storage = parts.executor._storage
+        self._transfer = KvTransfer(parts.executor._storage)
         self._text = text
         self._engine = Engine(parts)
         self._engine._eos = ()  # answers go on for as long as they are measured
@@ -100,12 +98,14 @@ class BenchEngine:
         return self._engine.kv_stats(name)
 
     def grow(self, name: str, policy: str, num_tokens: int) -> None:
-        """Holds turns, with idle time after each, until the conversation has about `num_tokens` tokens."""
+        """Holds turns until the conversation has about `num_tokens` tokens; idle time comes after the last of them."""
         while (missing := num_tokens - self._num_tokens(name)) >= LEAST_TURN_TOKENS:
             have = self._num_tokens(name)
             piece = self._text.piece(have, min(missing, TURN_TOKENS) - TEMPLATE_TOKENS)
             self._submit(name, piece, 1, policy)
-            self.rest()
+            while self._engine.has_turns():
+                self.step()
+        self.rest()
 
     def _num_tokens(self, name: str) -> int:
         conversation = self._engine._table.find("", name)
@@ -115,30 +115,15 @@ class BenchEngine:
         """A second conversation with the same history, in memory of its own."""
         engine, manager = self._engine, self._engine._manager
         source = engine.conversation(source_name)
-        twin = Conversation(
-            engine._table.take_handle(), name, source.policy, tokens=list(source.tokens), ended=source.ended
-        )
+        manager.open_commit.conclude(source.handle)
+        twin = replace(source, handle=engine._table.take_handle(), conversation_id=name, tokens=list(source.tokens))
         engine._keeper.open(twin, time.monotonic_ns())
         before, after = manager[source.handle], manager[twin.handle]
-        page_ids = manager._pages.take(len(before.pages))
-        block_ids = manager._blocks[before.blocks.format].take(before.blocks.num_blocks)
-        after.set_pages(
-            [Page(i, p.positions[:], p.state, p.compacted) for i, p in zip(page_ids, before.pages, strict=True)]
-        )
-        after.blocks = replace(before.blocks, version=next(kv_state._versions), ids=block_ids)
-        after.ledger = copy.deepcopy(before.ledger)
-        after.num_tokens, after.committed_tokens = before.num_tokens, before.committed_tokens
+        place = reinstate(manager, twin.handle, tables_of(before))
+        self._transfer.copy_in(place, self._transfer.copy_out(place_of(before)))
         for start, end in before.protected_ranges():
             after.protect(start, end)
-        engine._table.idle[twin.handle] = twin
-        old, new = torch.tensor([p.page_id for p in before.pages]), torch.tensor(page_ids)
-        for arena in (*self._storage.pages, *self._storage.seen):
-            arena[new.long()] = arena[old.long()]
-        if block_ids:
-            blocks = self._storage.blocks(before.blocks.format)
-            old, new = torch.tensor(before.blocks.ids).long(), torch.tensor(block_ids).long()
-            blocks.raw[new] = blocks.raw[old]
-            blocks.score[new] = blocks.score[old]
+        engine._table.rest(twin, time.monotonic_ns())
 
     def end(self, name: str) -> None:
         self._engine.end_conversation(name)

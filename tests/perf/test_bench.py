@@ -91,6 +91,7 @@ def test_a_copy_answers_as_its_original_and_undoing_leaves_no_trace(tiny_engine_
     assert abs(held.active + held.staged + held.committed + held.evicted - 500) <= 50
     assert (held.committed > 0) == (policy == "commitkv")
     engine.clone("a", "b")
+    assert engine.kv("b") == held and not engine.step(), "a copy has nothing left to do"
     manager = engine._engine._manager
     manager.check_invariants()
     ids, _, _ = engine.begin_turns(["a", "b"], "Say something.")
