@@ -3,7 +3,8 @@
 A long conversation (generated tasks of the longest length in perf/results/quality.json) gives accuracy and memory; a
 document of 7,000 tokens that is to be summarized gives agreement with the full cache's own summary and memory. Time is
 that of decode steps at both lengths, every policy in turn with the full cache; so is the manager's share. Where
-attention falls is read from the full cache in transformers.
+attention falls is read from the full cache in transformers. What is measured is kept part by part: the same command
+goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from tqdm import tqdm
 
 from perf.bench_engine import BenchEngine, BenchText, PolicySystem
 from perf.chat_data import Chat, ChatTurn
+from perf.evaluate import result_key
 from perf.evaluation.attention_share import AttentionShare, attention_share
 from perf.evaluation.peers import tokenize
 from perf.evaluation.tasks import make_task
@@ -80,15 +83,40 @@ class Found:
     manager: float
 
 
-def measure_time(
-    engine_dir: Path, policies: list[str], context: int, kv_mib: int, rounds: int
-) -> dict[str, tuple[float, float]]:
-    """Per policy: share of the full cache's time per decode step that is saved (median of rounds, alternated), and the
-    manager's share of a turn. Raises CommitKVError."""
-    room = context + 600
-    bench = BenchEngine(engine_dir, RuntimeConfig(kv_memory_bytes=kv_mib << 20), BenchText(engine_dir, room))
+Times = dict[str, tuple[float, float]]
+
+
+class Parts:
+    """What was measured before, in one file of a folder, part by part. Another engine's is forgotten."""
+
+    def __init__(self, folder: Path, title: str) -> None:
+        self._file = folder / "parts.json"
+        self._parts: dict[str, Any] = {"title": title}
+        if self._file.is_file():
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+            self._parts = found if found.get("title") == title else self._parts
+
+    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+        """A part as JSON gives it back, measured now if it never was."""
+        if name not in self._parts:
+            self._parts[name] = measure()
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(json.dumps(self._parts, indent=1) + "\n", encoding="utf-8")
+        return json.loads(json.dumps(self._parts[name]))
+
+
+def measure_times(args: argparse.Namespace, policies: list[str], contexts: Sequence[int]) -> dict[str, Times]:
+    """By context and policy: share of the full cache's time per decode step that is saved (median of rounds,
+    alternated), and the manager's share of a turn. Conversations grow from one context to the next. Raises
+    CommitKVError."""
+    config = RuntimeConfig(kv_memory_bytes=args.kv_mib << 20)
+    bench = BenchEngine(args.engine, config, BenchText(args.engine, max(contexts) + 600))
     systems = [PolicySystem(bench, policy) for policy in policies]
-    times: dict[str, list[float]] = {policy: [] for policy in policies}
+    return {str(context): _times(systems, context, args.rounds) for context in sorted(contexts)}
+
+
+def _times(systems: list[PolicySystem], context: int, rounds: int) -> Times:
+    times: dict[str, list[float]] = {system.name: [] for system in systems}
     shares: dict[str, float] = {}
     for system in tqdm(systems, desc=f"holding {context} tokens", file=sys.stdout):
         system.begin(context, 1)
@@ -184,23 +212,22 @@ def run(args: argparse.Namespace) -> tuple[list[Found], AttentionShare]:
     """Raises CommitKVError."""
     policies = [policy for claim in CLAIMS for policy in claim.policies]
     held = of_conversation(args.quality, policies)
-    attention = where_attention_falls(args.engine)
-    summaries = summarize(args.engine, policies, args.kv_mib)
-    times = {
-        context: measure_time(args.engine, policies, context, args.kv_mib, args.rounds)
-        for context in (CONVERSATION_TOKENS, DOCUMENT_TOKENS)
-    }
+    parts = Parts(args.output, result_key(args.engine, None))
+    attention = AttentionShare(**parts.get("attention", lambda: asdict(where_attention_falls(args.engine))))
+    summaries = parts.get("summaries", lambda: summarize(args.engine, policies, args.kv_mib))
+    contexts = CONVERSATION_TOKENS, DOCUMENT_TOKENS
+    times = parts.get("times", lambda: measure_times(args, policies, contexts))
     found: list[Found] = []
     for policy in policies:
         score, full = held[policy], held[FULL]
-        latency, manager = times[CONVERSATION_TOKENS][policy]
+        latency, manager = times[str(CONVERSATION_TOKENS)][policy]
         found.append(Found(
             policy, CONVERSATION, round(score["tokens"]), 1 - score["kv_share"], latency,
             score["accuracy"]["value"] / full["accuracy"]["value"], score["kl"]["value"],
             score["equivalent"]["value"], manager,
         ))  # fmt: skip
         tokens, saved, kept, kl = summaries[policy]
-        latency, manager = times[DOCUMENT_TOKENS][policy]
+        latency, manager = times[str(DOCUMENT_TOKENS)][policy]
         found.append(Found(policy, SUMMARY, tokens, saved, latency, kept, kl, None, manager))
     return found, attention
 
