@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from kernel_engine import POLICIES, SPEC
-from replicas import TEXTS, Replica, small
+from replicas import TEXTS, Replica
 from simulated_engine import drain, last_of, make_engine, text_of
 
 from runtime.config import RuntimeConfig
 from runtime.errors import ConversationBusyError, RequestError
-from runtime.policy.registry import ALL_POLICIES, policies_for
 from runtime.request import Event, FinishEvent, Message, Request, SamplingParams, TextEvent
 from runtime.retelling import NOTE
 
@@ -135,22 +132,6 @@ def test_an_answer_without_text_has_an_end() -> None:
         [end] = drain(engine)
         assert isinstance(end, FinishEvent) and end.request_id == request_id
     assert end.stats.recomputed_reason == NOTE
-
-
-@pytest.fixture
-def replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Replica]]:
-    for policy in [*policies_for(SPEC), *POLICIES.values()]:
-        monkeypatch.setitem(ALL_POLICIES, policy.name, small(policy))
-    made: list[Replica] = []
-
-    def make(**config: Any) -> Replica:
-        made.append(Replica(str(tmp_path / "kept"), **config))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.engine.close(5.0)
-        one.check()
 
 
 @pytest.mark.parametrize("policy", ["full", "commitkv"])
