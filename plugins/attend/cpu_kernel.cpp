@@ -5,6 +5,10 @@
 #include <cmath>
 
 #include "cpu_wide.hpp"
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define COMMITKV_NARROW
+#include "cpu_narrow.hpp"
+#endif
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
 #define COMMITKV_AMX
 #include "cpu_amx.hpp"
@@ -93,6 +97,31 @@ static void run_dot(const Plan &plan, const Item &item, const List &list, Work &
     dot_tile(plan, item, list, tile, next, w, room);
   }
 }
+
+#if defined(COMMITKV_NARROW)
+static bool takes_narrow(const Args &a) {
+  return a.q_dtype == BF16 && a.head_dim % 64 == 0 && narrow_takes(a.page_dtype) && narrow_takes(a.k_format) &&
+         narrow_takes(a.v_format);
+}
+
+static void run_narrow(const Plan &plan, const Item &item, const List &list, Work &w, char *scratch) {
+  NarrowRoom room = {};
+  room.pairs = take<float>(scratch, w.vectors * w.dim);
+  room.codes = take<int16_t>(scratch, w.vectors * w.dim);
+  room.weights = take<int16_t>(scratch, w.vectors * WEIGHT_STRIDE + 2 * W);
+  room.scale = take<float>(scratch, w.dim);
+  room.minimum = take<float>(scratch, w.dim);
+  pair_query(w, room);
+  Tile tiles[2];
+  Cursor at = {item.first_segment, 0, item.position, 0};
+  int now = 0;
+  for (bool more = next_tile(plan, item, at, tiles[now], TILE); more; now ^= 1) {
+    Tile &tile = tiles[now], &next = tiles[now ^ 1];
+    more = next_tile(plan, item, at, next, TILE);
+    narrow_tile(plan, item, list, tile, next, w, room);
+  }
+}
+#endif
 
 static WideRoom make_wide_room(const Work &w, char *&scratch) {
   WideRoom room;
@@ -244,7 +273,11 @@ void attend_item(const Plan &plan, const Item &item, char *scratch) {
 #endif
   Work w = make_work(plan, item, dot, scratch);
   if (dot) {
+#if defined(COMMITKV_NARROW)
+    (takes_narrow(a) ? run_narrow : run_dot)(plan, item, list, w, scratch);
+#else
     run_dot(plan, item, list, w, scratch);
+#endif
 #if defined(COMMITKV_AMX)
   } else if (amx) {
     run_amx(plan, item, list, w, scratch);
@@ -329,7 +362,9 @@ void attend_finish(const Plan &plan, const List &list) {
     for (int32_t i = 0; i < list.num_items; ++i) {
       const float *more = plan.items[list.first_item + i].recorded_to;
       for (int64_t j = 0; more && j < list.tokens; ++j) {
-        list.largest[j] = list.squares ? list.largest[j] + more[j] : more[j] > list.largest[j] ? more[j] : list.largest[j];
+        list.largest[j] = list.squares                ? list.largest[j] + more[j]
+                          : more[j] > list.largest[j] ? more[j]
+                                                      : list.largest[j];
       }
     }
   }

@@ -3,7 +3,7 @@
 //
 // Few rows read every weight once and little else: what counts is that weights come in the order of memory and take
 // few instructions each. Many rows are bound by multiplication: four (AVX2) or twelve (AVX-512) rows share each weight.
-//   bf16  [out / 16, in / 2, 16 outputs, 2 inputs]: 16 lanes of pairs; a shift gives the first input, a mask the second.
+//   bf16  [out / 16, in / 2, 16 outputs, 2 inputs]: 16 lanes of pairs; a shift gives the first, a mask the second.
 //         The tiles of `cpu_kernel.cpp` in the order in which they lie there, so both kernels read one packed weight.
 //   INT8  [out / 16, in, 16 outputs], one fp32 scale per output.
 // The table of logits stays row by row, since the embedding reads it too: there tokens are summed over lanes of inputs.
@@ -51,12 +51,15 @@ struct Bf16 {
 
 struct Int8 {
   static constexpr int64_t INPUTS = 1, BLOCK_BYTES = 16;
-  COMMITKV_INLINE vf weights(const char *at, int, int n) { return load_i8(reinterpret_cast<const int8_t *>(at) + n * W); }
+  COMMITKV_INLINE vf weights(const char *at, int, int n) {
+    return load_i8(reinterpret_cast<const int8_t *>(at) + n * W);
+  }
 };
 
-// R rows against B blocks of 16 outputs.
+// R rows against B blocks of 16 outputs. Meanwhile `ahead`, the block that comes next, is fetched: a core that
+// multiplies several rows by a weight is too far behind to keep the memory busy by itself.
 template <class Weight, int R, int B>
-void multiply(const Wide &w, int64_t row, int64_t block) {
+void multiply(const Wide &w, int64_t row, int64_t block, const char *ahead) {
   const int64_t block_bytes = w.in * Weight::BLOCK_BYTES;
   const char *weight = static_cast<const char *>(w.weight) + block * block_bytes;
   const float *x = w.x + row * w.in;
@@ -65,6 +68,7 @@ void multiply(const Wide &w, int64_t row, int64_t block) {
     for (int i = 0; i < B * N; ++i) sums[r][i] = set1(0.0f);
   }
   for (int64_t k = 0; k < w.in; k += Weight::INPUTS) {
+    if (ahead) __builtin_prefetch(ahead + k * Weight::BLOCK_BYTES, 0, 2);
 #pragma GCC unroll 2
     for (int input = 0; input < Weight::INPUTS; ++input) {
 #pragma GCC unroll 16
@@ -81,10 +85,10 @@ void multiply(const Wide &w, int64_t row, int64_t block) {
 }
 
 template <class Weight>
-void multiply_block(const Wide &w, int64_t row, int64_t end, int64_t block) {
-  for (; row + ROWS <= end; row += ROWS) multiply<Weight, ROWS, 1>(w, row, block);
-  for (; row + 2 <= end; row += 2) multiply<Weight, 2, 1>(w, row, block);
-  if (row < end) multiply<Weight, 1, 1>(w, row, block);
+void multiply_block(const Wide &w, int64_t row, int64_t end, int64_t block, const char *ahead) {
+  for (; row + ROWS <= end; row += ROWS, ahead = nullptr) multiply<Weight, ROWS, 1>(w, row, block, ahead);
+  for (; row + 2 <= end; row += 2, ahead = nullptr) multiply<Weight, 2, 1>(w, row, block, ahead);
+  if (row < end) multiply<Weight, 1, 1>(w, row, block, ahead);
 }
 
 template <class Weight>
@@ -96,13 +100,16 @@ void work_on_blocks(void *data) {
     int64_t block = first;
     // One or two rows alone would wait for each other's sums: more outputs at once keep the multipliers busy.
     if (w.rows == 1) {
-      for (; block + 4 <= last; block += 4) multiply<Weight, 1, 4>(w, 0, block);
+      for (; block + 4 <= last; block += 4) multiply<Weight, 1, 4>(w, 0, block, nullptr);
     } else if (w.rows == 2) {
-      for (; block + 2 <= last; block += 2) multiply<Weight, 2, 2>(w, 0, block);
+      for (; block + 2 <= last; block += 2) multiply<Weight, 2, 2>(w, 0, block, nullptr);
     }
     for (int64_t row = 0; row < w.rows; row += PANEL) {
       const int64_t stop = row + PANEL < w.rows ? row + PANEL : w.rows;
-      for (int64_t b = block; b < last; ++b) multiply_block<Weight>(w, row, stop, b);
+      for (int64_t b = block; b < last; ++b) {
+        const char *ahead = static_cast<const char *>(w.weight) + (b + 1) * w.in * Weight::BLOCK_BYTES;
+        multiply_block<Weight>(w, row, stop, b, row == 0 && b + 1 < blocks ? ahead : nullptr);
+      }
     }
   }
 }
@@ -117,15 +124,19 @@ struct Logits {
 };
 
 constexpr int TOKENS = 4;
+constexpr int LOGIT_ROWS = W == 16 ? 4 : 3;  // rows that share a part of the table, bounded by the registers
 constexpr int64_t PIECE_TOKENS = 96;
+// Tokens taken together lie so far apart: memory delivers four long streams faster than short ones in turn.
+constexpr int64_t APART = PIECE_TOKENS / TOKENS;
 
-// Adds W (INT8) or 2 W (bf16) inputs of R rows and TOKENS tokens.
+// Adds W (INT8) or 2 W (bf16) inputs of R rows and TOKENS tokens, `apart` values from one to the next.
 template <int R>
-COMMITKV_INLINE void add_inputs(const Logits &l, const uint16_t *table, const float *x, int64_t k, vf sums[R][TOKENS]) {
+COMMITKV_INLINE void add_inputs(const Logits &l, const uint16_t *table, int64_t apart, const float *x, int64_t k,
+                                vf sums[R][TOKENS]) {
 #pragma GCC unroll 4
   for (int t = 0; t < TOKENS; ++t) {
-    const vf first = load_bf16_first(table + t * l.in + 2 * k), second = load_bf16_second(table + t * l.in + 2 * k);
-#pragma GCC unroll 2
+    const vf first = load_bf16_first(table + t * apart + 2 * k), second = load_bf16_second(table + t * apart + 2 * k);
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       sums[r][t] = fma(load(x + r * l.in + k), first, sums[r][t]);
       sums[r][t] = fma(load(x + r * l.in + l.in / 2 + k), second, sums[r][t]);
@@ -134,17 +145,18 @@ COMMITKV_INLINE void add_inputs(const Logits &l, const uint16_t *table, const fl
 }
 
 template <int R>
-COMMITKV_INLINE void add_inputs(const Logits &l, const int8_t *table, const float *x, int64_t k, vf sums[R][TOKENS]) {
+COMMITKV_INLINE void add_inputs(const Logits &l, const int8_t *table, int64_t apart, const float *x, int64_t k,
+                                vf sums[R][TOKENS]) {
 #pragma GCC unroll 4
   for (int t = 0; t < TOKENS; ++t) {
-    const vf y = load_i8(table + t * l.in + k);
-#pragma GCC unroll 2
+    const vf y = load_i8(table + t * apart + k);
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) sums[r][t] = fma(load(x + r * l.in + k), y, sums[r][t]);
   }
 }
 
 template <class Code, int R>
-void logits_of(const Logits &l, int64_t row, int64_t token) {
+void logits_of(const Logits &l, int64_t row, int64_t token, int64_t apart) {
   const Code *table = static_cast<const Code *>(l.table) + token * l.in;
   const float *x = l.x + row * l.in;
   vf sums[R][TOKENS];
@@ -152,25 +164,34 @@ void logits_of(const Logits &l, int64_t row, int64_t token) {
     for (int t = 0; t < TOKENS; ++t) sums[r][t] = set1(0.0f);
   }
   const int64_t steps = sizeof(Code) == 2 ? l.in / 2 : l.in;
-  for (int64_t k = 0; k < steps; k += W) add_inputs<R>(l, table, x, k, sums);
+  for (int64_t k = 0; k < steps; k += W) add_inputs<R>(l, table, apart * l.in, x, k, sums);
   for (int r = 0; r < R; ++r) {
-    float *out = l.out + (row + r) * l.vocab + token;
-    reduce4(sums[r][0], sums[r][1], sums[r][2], sums[r][3], out);
-    for (int t = 0; l.scale && t < TOKENS; ++t) out[t] *= l.scale[token + t];
+    float lanes[TOKENS], *out = l.out + (row + r) * l.vocab + token;
+    reduce4(sums[r][0], sums[r][1], sums[r][2], sums[r][3], lanes);
+    for (int t = 0; t < TOKENS; ++t) out[t * apart] = l.scale ? lanes[t] * l.scale[token + t * apart] : lanes[t];
   }
+}
+
+template <class Code>
+void logits_of_all(const Logits &l, int64_t token, int64_t apart) {
+  int64_t row = 0;
+  for (; row + LOGIT_ROWS <= l.rows; row += LOGIT_ROWS) logits_of<Code, LOGIT_ROWS>(l, row, token, apart);
+  for (; row + 2 <= l.rows; row += 2) logits_of<Code, 2>(l, row, token, apart);
+  if (row < l.rows) logits_of<Code, 1>(l, row, token, apart);
 }
 
 template <class Code>
 void work_on_tokens(void *data) {
   Logits &l = *static_cast<Logits *>(data);
   for (int64_t piece; l.pieces.take(piece);) {
-    const int64_t end = (piece + 1) * PIECE_TOKENS, last = end < l.vocab ? end : l.vocab;
-    for (int64_t at = piece * PIECE_TOKENS; at < last; at += TOKENS) {
-      // The last tokens of an odd vocabulary are computed twice, with the same results.
-      const int64_t token = at + TOKENS <= l.vocab ? at : l.vocab - TOKENS;
-      int64_t row = 0;
-      for (; row + 2 <= l.rows; row += 2) logits_of<Code, 2>(l, row, token);
-      if (row < l.rows) logits_of<Code, 1>(l, row, token);
+    const int64_t first = piece * PIECE_TOKENS, end = first + PIECE_TOKENS;
+    if (end <= l.vocab) {
+      for (int64_t token = first; token < first + APART; ++token) logits_of_all<Code>(l, token, APART);
+      continue;
+    }
+    // The last tokens of an odd vocabulary are computed twice, with the same results.
+    for (int64_t at = first; at < l.vocab; at += TOKENS) {
+      logits_of_all<Code>(l, at + TOKENS <= l.vocab ? at : l.vocab - TOKENS, 1);
     }
   }
 }

@@ -168,6 +168,17 @@ def test_groups_and_head_dims(attends: dict[str, Attend], group: int, head_dim: 
         check(attends, Case(BATCH, group=group, head_dim=head_dim, q=types, kv=types, format=format_, record="some"))
 
 
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_few_bf16_query_vectors(attends: dict[str, Attend], group: int, head_dim: int) -> None:
+    """Every number of query vectors that decoding takes together, over pages and blocks of odd lengths."""
+    batch = ((1, 45, 41), (1, 33, 0), (1, 0, 7))
+    for format_ in ("int8", "k8v4", "int4", "bf16"):
+        case = Case(batch, kv_heads=1, group=group, head_dim=head_dim, q="bf16", kv="bf16", format=format_)
+        check(attends, dataclasses.replace(case, page_tokens=8, seed=group))
+        check(attends, dataclasses.replace(case, block_entries=64))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 11, 33, 70])
 def test_rows_over_history(attends: dict[str, Attend], rows: int) -> None:
     """A chunk over pages and blocks, and one longer than its pages (its first rows read blocks only, or nothing)."""
