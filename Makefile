@@ -12,6 +12,9 @@ ENGINE := engines/smollm2-135m
 PEERS_CMAKE_ARGS = -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON \
   -DGGML_AVX512=$(if $(shell grep -m1 -ow avx512f /proc/cpuinfo),ON,OFF)
 
+# What of the evaluation `make peers` holds under other caches; `python -m perf.evaluate` prints them beside ours.
+PEERS_ARGS ?= --contexts 1300 --questions 30 --shares 0.3
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo chat serve test lint peers bench eval load-tools load soak fuzz scale gpu clean
 
@@ -54,18 +57,20 @@ lint: $(STAMP)  ## ruff, mypy, import contracts
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-peers: $(STAMP)  ## what we compare with: llama.cpp from source and kvpress in .venv-peers, optimum-quanto (20 minutes)
+peers: $(ENGINE)/manifest.json  ## llama.cpp, kvpress and quanto (20 minutes), then their rows on one conversation
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
-	@echo "peers 1/3: llama-cpp-python 0.3.36 in .venv-peers, compiled for this machine (needs a C++ compiler)"
+	@echo "peers 1/4: llama-cpp-python 0.3.36 in .venv-peers, compiled for this machine (needs a C++ compiler)"
 	@CMAKE_ARGS="$(PEERS_CMAKE_ARGS)" .venv-peers/bin/python -m pip install --disable-pip-version-check -q \
 	  llama-cpp-python==0.3.36
 	@.venv-peers/bin/python -c 'import llama_cpp; print("llama-cpp-python", llama_cpp.__version__, "loads")'
-	@echo "peers 2/3: kvpress 0.5.5 in .venv-peers, for python -m perf.evaluation.peers"
+	@echo "peers 2/4: kvpress 0.5.5 in .venv-peers, for python -m perf.evaluation.peers"
 	@.venv-peers/bin/python -m pip install --disable-pip-version-check -q \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==2.13.0 kvpress==0.5.5 hqq gguf psutil
-	@echo "peers 3/3: optimum-quanto 0.2.7 in $(VENV), for transformers' QuantizedCache; compiles a small extension"
+	@echo "peers 3/4: optimum-quanto 0.2.7 in $(VENV), for transformers' QuantizedCache; compiles a small extension"
 	@$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps optimum-quanto==0.2.7 ninja==1.13.2
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -c 'from optimum.quanto.library.extensions.cpp import ext; ext.lib'
+	@echo "peers 4/4: python -m perf.evaluation.peers $(PEERS_ARGS); of perf.evaluate's conversations the first"
+	@.venv-peers/bin/python -m perf.evaluation.peers $(PEERS_ARGS)
 
 bench: $(ENGINE)/manifest.json  ## attention, decode and prefill beside other engines, then eight conversations at once
 	$(BIN)/python -m perf.bench_attend

@@ -2,8 +2,9 @@
 
 Decode: SmolLM2's shape (9 query heads, 3 KV heads of 64), one token per sequence, every layer with its own arena, so
 that K and V come from memory as they do in a model. GB/s counts the K and V bytes (codes, scales, biases) of the
-tokens read. Prefill: 512 rows over a cache whose last 512 tokens are theirs. Peers run alternately in one loop; the
-table shows medians, and medians of per-round ratios.
+tokens read. Weights are recorded only with `--record`: commitkv scores by re-reading, not by what steps look at.
+Prefill: 512 rows over a cache whose last 512 tokens are theirs. Peers run alternately in one loop; the table shows
+medians, and medians of per-round ratios.
 """
 
 from __future__ import annotations
@@ -30,12 +31,16 @@ COLD_BYTES = 96 << 20  # arenas of one round together, so that none is left in a
 
 @dataclass(frozen=True)
 class Shape:
-    """batch sequences of `rows` query rows over `tokens` cached tokens, all in pages or all in blocks of `format`."""
+    """batch sequences of `rows` query rows over `tokens` cached tokens, all in pages or all in blocks of `format`.
+
+    record: every row of a decode step and every eighth of a prefill raises the scores of what it looks at.
+    """
 
     batch: int
     rows: int
     tokens: int
     format: BlockFormat | None
+    record: bool = False
 
     @property
     def kv_bytes(self) -> int:
@@ -71,9 +76,8 @@ def make_params(shape: Shape) -> AttendParams:
         block_starts=starts(shape.batch * KV_HEADS, blocks_each),
         block_ids=torch.randperm(num_blocks).int(),
         block_lens=torch.full((num_blocks,), BLOCK_ENTRIES, dtype=torch.int32),
-        record=torch.ones(shape.batch * shape.rows, dtype=torch.uint8)
-        if shape.rows == 1
-        else (torch.arange(shape.batch * shape.rows) % 8 == 0).to(torch.uint8),
+        record=(torch.arange(shape.batch * shape.rows) % (1 if shape.rows == 1 else 8) == 0).to(torch.uint8)
+        * shape.record,
         record_skip=torch.full((shape.batch,), RECORD_SKIP, dtype=torch.int32),
     )
     seen = torch.zeros(num_pages, KV_HEADS, PAGE_TOKENS, dtype=torch.float16)
@@ -135,16 +139,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tokens", type=int, default=4096, help="cached tokens per sequence, a multiple of 64")
     parser.add_argument("--rounds", type=int, default=9, help="alternated rounds; medians are over them")
+    parser.add_argument("--record", action="store_true", help="record weights, as policies that score by them ask for")
     options = parser.parse_args()
     print("| step | cache | batch | threads | us | torch us | torch / ours | GB/s | read GB/s | share |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     formats: tuple[BlockFormat | None, ...] = (None, "int8", "k8v4", "int4")
     for threads in (1, 2):
-        for batch in (1, 8):
-            for format_ in formats:
-                print(measure(Shape(batch, 1, options.tokens, format_), threads, options.rounds), flush=True)
-        for format_ in (None, "int8", "k8v4"):
-            print(measure(Shape(1, 512, options.tokens, format_), threads, options.rounds), flush=True)
+        steps = [(batch, 1, format_) for batch in (1, 8) for format_ in formats]
+        steps += [(1, 512, format_) for format_ in formats[:3]]
+        for batch, rows, format_ in steps:
+            shape = Shape(batch, rows, options.tokens, format_, options.record)
+            print(measure(shape, threads, options.rounds), flush=True)
 
 
 if __name__ == "__main__":

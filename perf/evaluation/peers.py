@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from perf.evaluation import report
 from perf.evaluation.hold import PEER_FULL, Raw, Store, compare, first_tokens
 from perf.evaluation.tasks import Task
 from perf.peer_model import PeerModel, transformers_model
@@ -128,7 +129,7 @@ class PeerHolder:
         # Where a CPU does not multiply bf16, torch takes minutes for a turn; fp32 holds the same weights exactly.
         dtype = manifest.limits.dtype if has_fast_bf16() else "fp32"
         torch.set_num_threads(num_threads)
-        self._model = transformers_model(PeerModel(engine_dir, self.spec, dtype, (), num_threads))
+        self.model = transformers_model(PeerModel(engine_dir, self.spec, dtype, (), num_threads))
         self._tokenizer_dir = tempfile.TemporaryDirectory()
         self._save_tokenizer(engine_dir, manifest)
 
@@ -145,13 +146,13 @@ class PeerHolder:
         if manifest.has_file(manifests.CHAT_TEMPLATE_FILE):
             tokenizer.chat_template = (engine_dir / manifests.CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
         tokenizer.save_pretrained(self._tokenizer_dir.name)
-        self._model.config.name_or_path = self._tokenizer_dir.name
+        self.model.config.name_or_path = self._tokenizer_dir.name
 
     @torch.inference_mode()
     def hold(self, task: Task, peer: Peer) -> Raw:
         started = time.monotonic()
         tokens = tokenize(task, self.tokenizer, self.chat)
-        cache = peer.cache(self._model.config)
+        cache = peer.cache(self.model.config)
         if peer.whole:
             self._compress_whole(tokens, peer, cache)
         else:
@@ -159,7 +160,7 @@ class PeerHolder:
             for turn in tokens.turns:
                 self._turn(turn, first, peer, cache)
                 first += len(turn)
-        logprobs = torch.stack([self._ask(question, tokens.num_tokens, cache) for question in tokens.questions])
+        logprobs = torch.stack([self.ask(question, tokens.num_tokens, cache) for question in tokens.questions])
         num_bytes, full_bytes = self._bytes(tokens.num_tokens, peer, cache)
         seconds = time.monotonic() - started
         return Raw(logprobs, first_tokens(self.tokenizer, task), tokens.num_tokens, num_bytes, full_bytes, seconds)
@@ -173,25 +174,25 @@ class PeerHolder:
             target = max(1, round(peer.share * (first + len(turn))))
             base = peer.press(0.0)
             if isinstance(base, kvpress.MergingPress):  # DecodingPress takes scorers only; this one scores inside
-                press = TurnPress(base, target)(self._model)
+                press = TurnPress(base, target)(self.model)
             else:
-                press = kvpress.DecodingPress(base, compression_interval=1, target_size=target)(self._model)
+                press = kvpress.DecodingPress(base, compression_interval=1, target_size=target)(self.model)
         with press:
-            self._forward(turn, first, cache)
+            self.forward(turn, first, cache)
 
     def _compress_whole(self, tokens: TokenTask, peer: Peer, cache: Any) -> None:
         assert peer.press is not None
-        with peer.press(1.0 - peer.share)(self._model):
-            self._forward(tuple(token for turn in tokens.turns for token in turn), 0, cache)
+        with peer.press(1.0 - peer.share)(self.model):
+            self.forward(tuple(token for turn in tokens.turns for token in turn), 0, cache)
 
-    def _ask(self, question: tuple[int, ...], first: int, cache: Any) -> torch.Tensor:
-        logits = self._forward(question, first, copy.deepcopy(cache))
+    def ask(self, question: tuple[int, ...], first: int, cache: Any) -> torch.Tensor:
+        logits = self.forward(question, first, copy.deepcopy(cache))
         return torch.log_softmax(logits.float(), dim=-1)
 
-    def _forward(self, ids: tuple[int, ...], first: int, cache: Any) -> torch.Tensor:
+    def forward(self, ids: tuple[int, ...], first: int, cache: Any) -> torch.Tensor:
         """Logits [vocab] of the last row. Positions stay logical, though the cache may hold fewer tokens."""
         positions = torch.arange(first, first + len(ids))[None]
-        out = self._model(
+        out = self.model(
             input_ids=torch.tensor([ids]), past_key_values=cache, position_ids=positions, logits_to_keep=1
         )  # fmt: skip
         logits: torch.Tensor = out.logits[0, -1]
@@ -204,7 +205,7 @@ class PeerHolder:
             quantized = max(0, num_tokens - RESIDUAL) if peer.token_bits < 16 else 0
             return round(full / num_tokens * (num_tokens - quantized * (1 - peer.token_bits / 16))), full
         numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
-        for layer in self._model.model.layers:  # AdaKV and KVzip mask what they would free
+        for layer in self.model.model.layers:  # AdaKV and KVzip mask what they would free
             masked = getattr(layer.self_attn, "masked_key_indices", None)
             numbers -= 0 if masked is None else 2 * self.spec.head_dim * len(masked[0])
         return 2 * numbers, full
@@ -244,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    from perf.evaluate import make_tasks, numbers
+    from perf.evaluate import make_tasks, numbers, peer_scores
 
     args = _parser().parse_args(argv)
     try:
@@ -261,6 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     except CommitKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    print(f"\n{report.markdown(peer_scores(args.output / 'peers', tasks))}")
     return 0
 
 
