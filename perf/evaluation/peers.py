@@ -241,17 +241,34 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_tasks_parser("python -m perf.evaluation.peers", "Other caches on the same tasks.")
     parser.add_argument("--shares", default="0.3,0.2", help="shares of the tokens that presses keep (%(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--only", default="", metavar="NAMES", help="parts of names, between commas: KVzip,SnapKV "
+                        "(default: all)")  # fmt: skip
     return parser
 
 
+def chosen_peers(shares: str, only: str) -> list[Peer]:
+    """Those whose names hold one of the parts, the full cache in any case. Raises ConfigError where none does."""
+    from perf.evaluate import numbers
+
+    everyone = list(peers(tuple(numbers("--shares", shares))))
+    parts = [part.strip() for part in only.split(",") if part.strip()]
+    if not parts:
+        return everyone
+    chosen = [peer for peer in everyone if peer.name == PEER_FULL or any(part in peer.name for part in parts)]
+    if len(chosen) < 2:
+        known = ", ".join(peer.name for peer in everyone)
+        raise ConfigError(f"--only: got {only!r}, expected parts of these names: {known}")
+    return chosen
+
+
 def main(argv: list[str] | None = None) -> int:
-    from perf.evaluate import make_tasks, numbers, peer_scores
+    from perf.evaluate import make_tasks, peer_scores
 
     args = _parser().parse_args(argv)
     try:
         holder = PeerHolder(args.engine, args.threads)
         store = Store(args.output / "peers", f"transformers on {args.engine}")
-        chosen = list(peers(tuple(numbers("--shares", args.shares))))
+        chosen = chosen_peers(args.shares, args.only)
         tasks = make_tasks(args.contexts, args.questions, holder.spec.max_positions)
         with tqdm(total=len(chosen) * len(tasks), unit="conversation", file=sys.stdout) as bar:
             for task in tasks:
