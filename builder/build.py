@@ -38,6 +38,7 @@ from builder.engine_writer import (  # noqa: E402
 )
 from builder.lower_trt import EngineShape, PluginInsert  # noqa: E402
 from builder.plan_report import memory_report, parse_bytes  # noqa: E402
+from builder.rotation import RotatedValues  # noqa: E402
 from builder.trt_api import PACKAGES, check_sm, load_builder  # noqa: E402
 from builder.trt_api import Builder as TrtBuilder  # noqa: E402
 from builder.trt_engine import block_format_of, check_limits, native_shape, plan_writer, trt_facts  # noqa: E402
@@ -92,6 +93,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         default=EngineLimits.weight_dtype,
         help="matrices: as --dtype, or int8 with one scale per output (default %(default)s)",
     )
+    add("--rotate-values", action="store_true", help="keep V rotated: its four bits lose half as much (off)")
     add("--kv-dtype", choices=tuple(DTYPE_BYTES), help="active pages (default: as --dtype)")
     for name, text in (
         ("max_batch_size", "sequences in one step"),
@@ -148,6 +150,7 @@ def make_limits(args: argparse.Namespace, checkpoint: Checkpoint) -> EngineLimit
         block_entries=args.block_entries,
         policy=args.policy,
         weight_dtype=args.weight_dtype,
+        rotate_values=args.rotate_values,
     )
 
 
@@ -254,6 +257,8 @@ def build(args: argparse.Namespace) -> None:
     if policy_text is not None:
         args.policy = load_policy(Path(args.policy), checkpoint.spec).name
     limits = make_limits(args, checkpoint)
+    if limits.rotate_values:
+        checkpoint = dataclasses.replace(checkpoint, tensors=RotatedValues(checkpoint.tensors, checkpoint.spec))
     check_tensors(checkpoint)
     if args.dry_run:
         if args.target != "cpu":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from perf.evaluation.scores import clustered_mean
 from perf.evaluation.tasks import Task
 from perf.server import REPO_ROOT
 from runtime.errors import CommitKVError
+from runtime.rotation import hadamard
 
 SPAN = 64  # tokens that share the scales of K: the entries of a block
 RECENT = 32  # newest tokens, which stay as they are: commitkv's recent window
@@ -48,9 +48,10 @@ class Code:
 
 
 CODES = (
-    Code(8, 8), Code(8, 4), Code(8, 3), Code(8, 3, v_rotated=True), Code(8, 2), Code(8, 2, v_rotated=True),
-    Code(4, 4), Code(4, 4, k_rotated=True), Code(4, 4, True, True), Code(4, 3, True, True), Code(3, 4, k_rotated=True),
-    Code(3, 3, True, True), Code(4, 2, True, True), Code(2, 2, True, True),
+    Code(8, 8), Code(8, 6), Code(8, 4), Code(8, 4, v_rotated=True), Code(6, 6), Code(6, 6, True, True),
+    Code(8, 3), Code(8, 3, v_rotated=True), Code(8, 2), Code(8, 2, v_rotated=True), Code(6, 4, True, True),
+    Code(5, 5, True, True), Code(4, 4), Code(4, 4, k_rotated=True), Code(4, 4, True, True), Code(4, 3, True, True),
+    Code(3, 4, k_rotated=True), Code(3, 3, True, True), Code(4, 2, True, True), Code(2, 2, True, True),
 )  # fmt: skip
 
 
@@ -66,15 +67,6 @@ class Row:
     worst: float
     same_word: float
     questions: int
-
-
-def hadamard(size: int) -> torch.Tensor:
-    """[size, size] fp32 with orthonormal rows; size is a power of two (Sylvester's construction)."""
-    matrix = torch.ones(1, 1)
-    while matrix.shape[0] < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    assert matrix.shape[0] == size, size
-    return matrix / math.sqrt(size)
 
 
 def rounded(x: torch.Tensor, bits: int, dim: int) -> torch.Tensor:

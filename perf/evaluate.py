@@ -170,7 +170,11 @@ def result_key(engine: Path, reference: Path | None) -> str:
     """What results belong to: the engines, and the text of the questions."""
     generator = b"".join(Path(str(module.__file__)).read_bytes() for module in (tasks, words))
     built = [manifests.load(path, verify=False) for path in (engine, reference) if path is not None]
-    engines = [f"{m.model.name} {m.limits.dtype}/{m.limits.weight_dtype} {m.source.sha256[:12]}" for m in built]
+    engines = [
+        f"{m.model.name} {m.limits.dtype}/{m.limits.weight_dtype}{' rotated' * m.limits.rotate_values} "
+        f"{m.source.sha256[:12]}"
+        for m in built
+    ]
     return f"{', '.join(engines)}; questions {hashlib.sha256(generator).hexdigest()[:12]}"
 
 

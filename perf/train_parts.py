@@ -39,6 +39,11 @@ class Tracer:
     def __init__(self, engine_dir: Path, kv_mib: int) -> None:
         parts = load_parts(engine_dir, RuntimeConfig(kv_memory_bytes=kv_mib << 20))
         assert isinstance(parts.executor, PagedExecutor)
+        if parts.limits.rotate_values:
+            raise ConfigError(
+                f"--engine: {engine_dir} keeps values rotated, expected one as the model has them, for which weights "
+                f"are stored; build it without --rotate-values"
+            )
         ALL_POLICIES[TRACE.name] = TRACE  # of this process, so that a request can name it
         self.spec = parts.spec
         self._max_tokens = parts.limits.max_seq_len

@@ -82,6 +82,7 @@ class EngineLimits:
     """What the builder fixed for one engine; the runtime must match every field.
 
     dtype: activations.   weight_dtype: matrices, "same" as the activations or "int8", one scale per output.
+    rotate_values: V is kept rotated, which four bits round better (`builder.rotation`).
     """
 
     dtype: DType = "bf16"
@@ -92,6 +93,7 @@ class EngineLimits:
     block_entries: int = 64
     policy: str = "commitkv"
     weight_dtype: WeightDType = "same"
+    rotate_values: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in (

@@ -13,22 +13,38 @@ import torch
 from plugins.commit.gate import GateWeights
 from plugins.commit.merger import MergeWeights
 from runtime.errors import ConfigError
+from runtime.rotation import hadamard
 
 GATES_DIR = Path(__file__).parent / "policy" / "gates"
 
 
-def load_gate(file: str, device: torch.device) -> GateWeights:
-    """Weights of one scorer, fp32. Raises ConfigError when the file is missing or damaged."""
+def load_gate(file: str, device: torch.device, *, rotated: bool = False) -> GateWeights:
+    """Weights of one scorer, fp32; `rotated`: for values that an engine keeps rotated, with the same scores.
+
+    Raises ConfigError when the file is missing or damaged.
+    """
     tensors = _load(file, ("weight", "bias"), device, "gate: {}, expected the weights of a trained scorer; restore it, "
                     "or train one with python -m perf.train_gate")  # fmt: skip
-    return GateWeights(tensors["weight"], tensors["bias"])
+    weight = tensors["weight"]
+    if rotated:
+        k, v, pos = weight.tensor_split([weight.shape[1] // 2, weight.shape[1] - 1], dim=1)
+        weight = torch.cat([k, v @ hadamard(v.shape[1]).to(device), pos], dim=1)
+    return GateWeights(weight, tensors["bias"])
 
 
-def load_merger(file: str, device: torch.device) -> MergeWeights:
-    """Weights of the networks that merge spans, fp32. Raises ConfigError when the file is missing or damaged."""
+def load_merger(file: str, device: torch.device, *, rotated: bool = False) -> MergeWeights:
+    """Weights of the networks that merge spans, fp32; `rotated`: as for `load_gate`.
+
+    Raises ConfigError when the file is missing or damaged.
+    """
     names = tuple(field.name for field in fields(MergeWeights))
-    return MergeWeights(**_load(file, names, device, "merger: {}, expected the weights of a trained network; restore "
-                                "it, or train one with python -m perf.train_merge"))  # fmt: skip
+    tensors = _load(file, names, device, "merger: {}, expected the weights of a trained network; restore it, or train "
+                    "one with python -m perf.train_merge")  # fmt: skip
+    if rotated:
+        hidden = tensors["hidden"]
+        k, v, score = hidden.tensor_split([hidden.shape[1] // 2, hidden.shape[1] - 1], dim=1)
+        tensors["hidden"] = torch.cat([k, hadamard(v.shape[1]).to(device) @ v, score], dim=1)
+    return MergeWeights(**tensors)
 
 
 def _load(file: str, names: tuple[str, ...], device: torch.device, message: str) -> dict[str, torch.Tensor]:

@@ -232,12 +232,13 @@ class PagedExecutor(ABC):
     def _gate(self, file: str) -> GateWeights:
         """The trained scorer, read when it is first asked for."""
         if file not in self._gates:
-            self._gates[file] = load_gate(file, self._storage.device)
+            self._gates[file] = load_gate(file, self._storage.device, rotated=self._limits.rotate_values)
         return self._gates[file]
 
     def _merger(self, file: str) -> MergeWeights:
         if file not in self._mergers:
-            self._mergers[file] = load_merger(file, self._storage.device)
+            rotated = self._limits.rotate_values
+            self._mergers[file] = load_merger(file, self._storage.device, rotated=rotated)
         return self._mergers[file]
 
     def _memory_of(self, block_format: str) -> KvMemory:

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import io
 import json
+import math
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -61,7 +62,8 @@ def cells(score: Score) -> tuple[str, ...]:
 
 
 def _with_error(mean: Mean, digits: int, sign: str = "") -> str:
-    return f"{mean.value:{sign}.{digits}f} ± {mean.error:.{digits}f}"
+    error = "" if math.isnan(mean.error) else f" ± {mean.error:.{digits}f}"  # of one conversation there is none
+    return f"{mean.value:{sign}.{digits}f}{error}"
 
 
 def by_length(scores: Sequence[Score]) -> list[tuple[int, list[Score]]]:

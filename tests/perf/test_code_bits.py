@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from perf.code_bits import CODES, SPAN, Code, bits_of, hadamard, rounded, rounded_keys, rounded_values
-
-
-@pytest.mark.parametrize("size", [1, 2, 64, 128])
-def test_hadamard_is_orthonormal(size: int) -> None:
-    matrix = hadamard(size)
-    torch.testing.assert_close(matrix @ matrix.T, torch.eye(size))
+from perf.code_bits import CODES, SPAN, Code, bits_of, rounded, rounded_keys, rounded_values
+from runtime.rotation import hadamard
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
