@@ -21,7 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from perf.server import REPO_ROOT, ServerStartError, free_ports, wait_for
+from perf.ports import free_ports
+from perf.server import REPO_ROOT, ServerStartError, wait_for
 
 DEPLOY = REPO_ROOT / "runtime" / "deploy"
 HOST = "127.0.0.1"

@@ -24,9 +24,10 @@ from typing import Literal
 
 from perf.load.turn_stream import Answer, Requests, Target, turn_values
 from perf.many import message
+from perf.ports import free_ports
 from perf.proxy import HOST, Proxy, ProxyKind, Replica
 from perf.serve import add_engine_arguments, server_options
-from perf.server import REPO_ROOT, ServerOptions, TritonServer, free_ports
+from perf.server import REPO_ROOT, ServerOptions, TritonServer
 from runtime import manifest
 from runtime.errors import CommitKVError, ConfigError
 from runtime.retelling import NOTE

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -30,6 +29,7 @@ from typing import BinaryIO, Literal, Self
 
 import psutil
 
+from perf.ports import choose_ports
 from runtime.errors import CommitKVError, ConfigError
 
 REPO_ROOT = Path(__file__).resolve().parents[1]
@@ -38,10 +38,15 @@ KILL_AFTER_S = 10.0
 TENANT_HEADER = "^commitkv[-_]tenant([-_][0-9a-z]+)?$"
 MODEL_POLL_S = 0.5
 POLL_S = 0.1  # until something that was started is ready
+PORT_TRIES = 3
 
 
 class ServerStartError(CommitKVError):
     """The server could not be found, could not start, or did not become ready in time."""
+
+
+class PortLostError(ServerStartError):
+    """Another program took a port after we saw it free: Triton listens only when the model is loaded."""
 
 
 @dataclass(frozen=True)
@@ -101,42 +106,6 @@ def check_numpy() -> None:
             f"numpy: got {numpy.__version__}, expected a version under 2 (Triton's Python stub breaks with 2); "
             "run `pip install 'numpy<2'`"
         )
-
-
-def check_port(name: str, host: str, port: int) -> None:
-    """Raises ConfigError when nobody can listen on `port`, before anything is started."""
-    if not 0 <= port <= 65535:
-        raise ConfigError(f"{name}: got {port}, expected 0 (any free port) to 65535; pass another number")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"{name}: cannot listen on {host}:{port} ({error.strerror}); stop the program that holds the port, "
-                "or pass another one (0 picks a free one)"
-            ) from error
-
-
-def free_ports(host: str, count: int) -> list[int]:
-    """`count` different free ports; all are held until the last is known."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) for _ in range(count)]
-        for one in sockets:
-            one.bind((host, 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-
-
-def choose_ports(options: ServerOptions) -> dict[str, int]:
-    """{"http", "grpc", "metrics"}: the given ports, checked, or free ones. Raises ConfigError."""
-    wanted = {"http": options.http_port, "grpc": options.grpc_port, "metrics": options.metrics_port}
-    given = [port for port in wanted.values() if port]
-    if len(set(given)) != len(given):
-        raise ConfigError(f"ports: got {wanted}, expected three different ones; change one or pass 0")
-    for name, port in wanted.items():
-        check_port(f"{name} port", options.host, port)
-    spare = iter([p for p in free_ports(options.host, 6) if p not in given])
-    return {name: port or next(spare) for name, port in wanted.items()}
 
 
 def link_backend(install: TritonInstall, into: Path) -> Path:
@@ -206,6 +175,7 @@ class TritonServer:
         self._directory: Path | None = None
         self._prefix = ""
         self._log: Path | None = None
+        self._log_start = 0  # bytes: what lies before is of earlier servers
         self._stopping = threading.Event()
         self.model_died = False
 
@@ -231,29 +201,46 @@ class TritonServer:
         """None while the server runs."""
         return None if self._process is None else self._process.poll()
 
+    @property
+    def _wanted_ports(self) -> dict[str, int]:
+        options = self.options
+        return {"http": options.http_port, "grpc": options.grpc_port, "metrics": options.metrics_port}
+
     def start(self) -> Self:
         install = find_triton()
         check_numpy()
-        self.ports = choose_ports(self.options)
-        self._directory = Path(tempfile.mkdtemp(prefix="commitkv-triton-"))
-        self._prefix = f"commitkv_{os.getpid()}_{self.ports['grpc']}_"
-        self._log = self.options.log_path or self._directory / "server.log"
+        tries = PORT_TRIES if 0 in self._wanted_ports.values() else 1
         try:
-            command = self._command(install, self._directory)
-            with _open_log(self._log, "ab" if self.options.append_log else "wb") as log:
-                self._process = subprocess.Popen(
-                    command,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env=server_environment(install),
-                    start_new_session=True,
-                )
-            self._wait_ready()
-            threading.Thread(target=self._watch_model, name="triton-model", daemon=True).start()
+            for left in reversed(range(tries)):
+                try:
+                    self._start_once(install)
+                    break
+                except PortLostError:
+                    self._end(grace_s=0.0)
+                    if not left or self._stopping.is_set():
+                        raise
         except BaseException:
             self.stop(grace_s=0.0)
             raise
         return self
+
+    def _start_once(self, install: TritonInstall) -> None:
+        self.ports = choose_ports(self.options.host, self._wanted_ports)
+        self._directory = Path(tempfile.mkdtemp(prefix="commitkv-triton-"))
+        self._prefix = f"commitkv_{os.getpid()}_{self.ports['grpc']}_"
+        self._log = self.options.log_path or self._directory / "server.log"
+        command = self._command(install, self._directory)
+        with _open_log(self._log, "ab" if self.options.append_log else "wb") as log:
+            self._log_start = log.tell()
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=server_environment(install),
+                start_new_session=True,
+            )
+        self._wait_ready()
+        threading.Thread(target=self._watch_model, name="triton-model", daemon=True).start()
 
     def _command(self, install: TritonInstall, directory: Path) -> list[str]:
         options = self.options
@@ -290,21 +277,37 @@ class TritonServer:
         return f"http://{self.http_url}/v2/models/{MODEL_NAME}/ready"
 
     def _wait_ready(self) -> None:
+        """Until the model is ready and metrics are served, which Triton starts last."""
         assert self._process is not None
         timeout_s = self.options.ready_timeout_s
-        if wait_for(self._process, self._model_ready_url, (200,), timeout_s):
+        deadline = time.monotonic() + timeout_s
+        urls = [self._model_ready_url]
+        if "--allow-metrics=false" not in self.options.arguments:
+            urls.append(f"http://{self.metrics_url}/metrics")
+        if all(wait_for(self._process, url, (200,), deadline - time.monotonic()) for url in urls):
             return
         code = self._process.returncode
+        lost = re.search(r"Socket '(\S+)' already in use", self._log_text()) if code is not None else None
+        if lost is not None:
+            raise PortLostError(
+                f"Triton server: {lost[1]} was taken by another program while the model loaded; start again, "
+                "or pass another port (0 picks a free one)"
+            )
         why = f"not ready after {timeout_s:g} s; its log ends"
         if code is not None:
             why = f"ended with code {code} before it was ready"
         raise ServerStartError(f"Triton server: {why}:\n{self.log_excerpt()}")
 
-    def log_excerpt(self, num_lines: int = 25) -> str:
-        """Why the model did not load, if the log says so; else its end, without tables and GPU complaints."""
+    def _log_text(self) -> str:
         if self._log is None or not self._log.is_file():
             return ""
-        text = self._log.read_text(encoding="utf-8", errors="replace")
+        with self._log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode("utf-8", errors="replace")
+
+    def log_excerpt(self, num_lines: int = 25) -> str:
+        """Why the model did not load, if the log says so; else its end, without tables and GPU complaints."""
+        text = self._log_text()
         reasons = re.findall(r"failed to load '\w+' version \d+: \w+: (?:TritonModelException: )?(.+)", text)
         if reasons:
             return "\n".join(reason.split("\\n\\nAt:")[0].rstrip('"').replace("\\n", "\n") for reason in reasons)
@@ -322,12 +325,14 @@ class TritonServer:
 
     def stop(self, grace_s: float | None = None) -> None:
         """SIGTERM lets running turns finish within the grace period; then SIGKILL to the whole process group."""
-        grace = self.options.grace_s if grace_s is None else grace_s
         self._stopping.set()
+        self._end(self.options.grace_s if grace_s is None else grace_s)
+
+    def _end(self, grace_s: float) -> None:
         if self._process is not None:
             if self._process.poll() is None:
                 self._process.send_signal(signal.SIGTERM)
-                self.wait(grace + KILL_AFTER_S if grace else 2.0)
+                self.wait(grace_s + KILL_AFTER_S if grace_s else 2.0)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

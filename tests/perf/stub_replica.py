@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from perf.ports import free_ports
 from perf.proxy import HOST, Replica
-from perf.server import free_ports
 
 WAIT_S = 10.0
 

@@ -1,4 +1,3 @@
-import socket
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from perf.server import (
     ServerStartError,
     TritonInstall,
     check_numpy,
-    choose_ports,
     find_triton,
     link_backend,
     write_repository,
@@ -19,35 +17,6 @@ from perf.server import (
 from runtime.errors import ConfigError
 
 ANY_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
-
-
-@pytest.fixture
-def taken_port():
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        yield holder.getsockname()[1]
-
-
-def test_free_ports_are_three_different_ones() -> None:
-    ports = choose_ports(ServerOptions())
-    assert len(set(ports.values())) == 3 and all(ports.values())
-
-
-def test_given_ports_are_kept() -> None:
-    free = choose_ports(ServerOptions())["http"]
-    assert choose_ports(ServerOptions(http_port=free))["http"] == free
-
-
-def test_a_port_in_use_is_one_clear_error(taken_port: int) -> None:
-    with pytest.raises(ConfigError, match=f"grpc port: cannot listen on 127.0.0.1:{taken_port}"):
-        choose_ports(ServerOptions(grpc_port=taken_port))
-
-
-@pytest.mark.parametrize(("http", "grpc"), [(-1, 0), (70000, 0), (8123, 8123)])
-def test_absurd_ports_are_refused(http: int, grpc: int) -> None:
-    with pytest.raises(ConfigError, match="expected"):
-        choose_ports(ServerOptions(http_port=http, grpc_port=grpc))
 
 
 def test_the_repository_copy_carries_the_parameters(tmp_path: Path) -> None:
