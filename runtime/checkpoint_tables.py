@@ -70,7 +70,8 @@ def _check_image(kv: KvPart, manager: KvManager) -> str:
 def _check_tables(tables: KvTables, manager: KvManager, num_known: int) -> str:
     rows = manager.spec.num_kv_rows
     starts, lens = tables.block_starts, tables.block_lens
-    in_pages = sum(len(page.positions) for page in tables.pages)
+    exact = sum(len(page.positions) for page in tables.pages if page.state == State.COMMITTED.value)
+    in_pages = sum(len(page.positions) for page in tables.pages) - exact
     living = sum(count for state, count in tables.counts.items() if state != State.GONE.value)
     ordered = all(first <= last for first, last in pairwise(starts))
     checks = (
@@ -83,8 +84,8 @@ def _check_tables(tables: KvTables, manager: KvManager, num_known: int) -> str:
         (min(tables.counts.values(), default=0) >= 0, "negative counts"),
         (0 <= tables.num_tokens <= num_known, f"{tables.num_tokens} cached tokens of {num_known} known"),
         (in_pages + tables.committed_tokens == tables.num_tokens, "tokens in neither page nor block"),
-        (living == in_pages * rows + sum(lens), "counts that are not those of its pages and blocks"),
-        (all(page.state in ("active", "staged") for page in tables.pages), "pages in an unknown state"),
+        (living == (in_pages + exact) * rows + sum(lens), "counts that are not those of its pages and blocks"),
+        (all(page.state in ("active", "staged", "committed") for page in tables.pages), "pages in an unknown state"),
     )
     return next((reason for good, reason in checks if not good), "")
 

@@ -15,18 +15,20 @@ from runtime.step import CommitRules, LinePlan, LineResult, PublishPlan, int32
 
 
 def make_line_plan(handle: int, kv: ConversationKv, num_layers: int, pressure: float = 0.0) -> LinePlan:
-    """Everything staged, and a budget over all that was ever committed.
+    """Everything staged, exact entries once more, and a budget over all that was ever committed.
 
     pressure: share of the KV memory in use, for policies that ask for it.
     """
-    slots, positions = int32(), int32()
+    slots = int32(page.page_id * kv.page_tokens + i for page in kv.exact_pages() for i in range(page.num_tokens))
+    num_exact = len(slots)
+    positions = int32([-1] * num_exact)
     for page in kv.staged_pages():
         first = page.page_id * kv.page_tokens
         loose = [(first + i, p) for i, p in enumerate(page.positions) if not kv.is_protected(p)]
         slots.extend(slot for slot, _ in loose)
         positions.extend(p for _, p in loose)
     policy = kv.policy.at_commit(kv.num_commits)
-    quotas = _layer_quotas(policy, kv, len(slots), num_layers)
+    quotas = _layer_quotas(policy, kv, len(slots) - num_exact, num_layers)
     if policy.share == "head":
         quotas = [share for quota in quotas for share in _split_evenly(quota, kv.num_rows // num_layers)]
     return LinePlan(
@@ -37,6 +39,7 @@ def make_line_plan(handle: int, kv: ConversationKv, num_layers: int, pressure: f
         rules=_rules(policy, kv.num_tokens, pressure),
         quotas=() if policy.share == "conversation" else tuple(quotas),
         positions=positions,
+        num_exact=num_exact,
         num_tokens=kv.num_tokens,
     )
 
@@ -60,6 +63,7 @@ def _rules(policy: Policy, num_tokens: int, pressure: float) -> CommitRules:
         choices=choices,
         gate=policy.gate.file if policy.gate is not None else "",
         merger=policy.merger.file if policy.learned else "",
+        exact_entries=policy.exact_entries,
     )
 
 
@@ -141,14 +145,22 @@ class CommitDraft:
     protected_positions: tuple[int, ...]
     room_in_compacted: int
     page_tokens: int
+    num_exact: int
+    exact_lost: int
 
     @property
     def num_new_blocks(self) -> int:
         return sum(math.ceil(row.num_written / self.block_entries) for row in self.rows)
 
     @property
+    def num_exact_pages(self) -> int:
+        return math.ceil(self.num_exact / self.page_tokens)
+
+    @property
     def num_new_pages(self) -> int:
-        return math.ceil(max(0, len(self.protected_slots) - self.room_in_compacted) / self.page_tokens)
+        """Those of exact entries, which come first, and those that protected tokens move to."""
+        num_moved = max(0, len(self.protected_slots) - self.room_in_compacted)
+        return self.num_exact_pages + math.ceil(num_moved / self.page_tokens)
 
     def publish_plan(
         self, kv: ConversationKv, line: LinePlan, block_ids: array[int], page_ids: array[int]
@@ -162,38 +174,43 @@ class CommitDraft:
             rows.append([*row.stays, *((next(next_id), n) for n in lens)])
             new_flags.extend([0] * len(row.stays) + [1] * len(lens))
         table = make_block_table(kv.blocks.format, rows)
-        move_to = int32(_free_compacted_slots(kv, page_ids)[: len(self.protected_slots)])
-        return PublishPlan(line, self.dissolve, table, new_flags, int32(self.protected_slots), move_to)
+        exact_ids, moved_ids = page_ids[: self.num_exact_pages], page_ids[self.num_exact_pages :]
+        move_to = int32(_free_compacted_slots(kv, moved_ids)[: len(self.protected_slots)])
+        exact_to = int32(_slots_of(exact_ids, kv.page_tokens)[: self.num_exact])
+        return PublishPlan(line, self.dissolve, table, new_flags, int32(self.protected_slots), move_to, exact_to)
 
     def apply(self, kv: ConversationKv, plan: PublishPlan, page_ids: array[int]) -> tuple[array[int], array[int]]:
         """Swaps tables and counts; returns the page ids and block ids that are free now."""
         compacted = [page for page in kv.pages if page.compacted]
-        compacted += [Page(page_id, compacted=True) for page_id in page_ids]
+        compacted += [Page(page_id, compacted=True) for page_id in page_ids[self.num_exact_pages :]]
         positions = list(self.protected_positions)
         for page in compacted:
             room = kv.page_tokens - page.num_tokens
             page.positions.extend(positions[:room])
             del positions[:room]
         assert not positions
-        freed_pages = int32(page.page_id for page in kv.staged_pages())
+        lens = _split(self.num_exact, kv.page_tokens)
+        exact = [Page(i, int32([-1] * n), State.COMMITTED) for i, n in zip(page_ids, lens, strict=False)]
+        freed_pages = int32(page.page_id for pages in (kv.staged_pages(), kv.exact_pages()) for page in pages)
         freed_blocks = int32(b for b, gone in zip(kv.blocks.ids, self.dissolve, strict=True) if gone)
         flow = [page for page in kv.pages if page.state is State.ACTIVE and not page.compacted]
         kv.committed_tokens += kv.num_staged
         kv.num_commits += 1
         self._move_entries(kv)
-        kv.set_pages(compacted + flow)
+        kv.set_pages(exact + compacted + flow)
         kv.blocks = plan.blocks
         return freed_pages, freed_blocks
 
     def _move_entries(self, kv: ConversationKv) -> None:
         ledger = kv.ledger
-        fell = self.below - ledger[State.EVICTABLE]
+        fell = self.below + self.exact_lost - ledger[State.EVICTABLE]
         if fell >= 0:
             ledger.move(State.COMMITTED, Event.FELL, fell)
         else:
             ledger.move(State.EVICTABLE, Event.ROSE, -fell)
-        ledger.move(State.EVICTABLE, Event.REPACKED, self.below_in_dissolved)
-        ledger.move(State.STAGED, Event.KEPT, self.new_kept)
+        ledger.move(State.EVICTABLE, Event.REPACKED, self.below_in_dissolved + self.exact_lost)
+        were_exact = kv.num_exact * kv.num_rows - self.exact_lost
+        ledger.move(State.STAGED, Event.KEPT, self.new_kept + self.num_exact * kv.num_rows - were_exact)
         ledger.move(State.STAGED, Event.BELOW, ledger[State.STAGED])
 
 
@@ -233,6 +250,8 @@ def draft_commit(kv: ConversationKv, line: LineResult, block_entries: int) -> Co
         protected_positions=tuple(positions),
         room_in_compacted=len(_free_compacted_slots(kv, int32())),
         page_tokens=kv.page_tokens,
+        num_exact=line.num_exact,
+        exact_lost=line.exact_lost,
     )
 
 
@@ -259,4 +278,8 @@ def _free_compacted_slots(kv: ConversationKv, new_page_ids: array[int]) -> list[
     slots = [
         page.page_id * size + offset for page in kv.pages if page.compacted for offset in range(page.num_tokens, size)
     ]
-    return slots + [page_id * size + offset for page_id in new_page_ids for offset in range(size)]
+    return slots + _slots_of(new_page_ids, size)
+
+
+def _slots_of(page_ids: array[int], page_tokens: int) -> list[int]:
+    return [page_id * page_tokens + offset for page_id in page_ids for offset in range(page_tokens)]

@@ -58,7 +58,7 @@ def _even_shares(kv: ConversationKv, shares: Mapping[int, float]) -> dict[int, f
     return {
         page.positions[0]: shares[page.page_id] * num_read / page.num_tokens
         for page in kv.pages
-        if page.page_id in shares
+        if page.page_id in shares and page.state is not State.COMMITTED
     }
 
 

@@ -15,9 +15,10 @@ def check_conversations(conversations: Mapping[int, ConversationKv], shared: Sha
     shared.check_invariants()
     for handle, kv in conversations.items():
         shared.check_pages(handle, kv)
-        in_pages = sum(page.num_tokens for page in kv.pages)
+        in_pages = sum(page.num_tokens for page in kv.pages) - kv.num_exact
         assert kv.ledger[State.ACTIVE] == (in_pages - kv.num_staged) * kv.num_rows
-        assert kv.ledger[State.COMMITTED] + kv.ledger[State.EVICTABLE] == sum(kv.blocks.lens)
+        num_entries = sum(kv.blocks.lens) + kv.num_exact * kv.num_rows
+        assert kv.ledger[State.COMMITTED] + kv.ledger[State.EVICTABLE] == num_entries
         assert in_pages + kv.committed_tokens == kv.num_tokens, "a token was lost"
 
 

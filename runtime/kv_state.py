@@ -35,7 +35,8 @@ def make_block_table(block_format: str, rows: list[list[tuple[int, int]]]) -> Bl
 class Page:
     """One page of a conversation.
 
-    positions: logical position of each token in slot order.
+    positions: logical position of each token in slot order; -1 in pages of committed entries, which are exact: their
+        slots hold other tokens in every layer and head.
     compacted: holds protected tokens that were moved out of staged pages; new turns never write here.
     """
 
@@ -109,6 +110,15 @@ class ConversationKv:
 
     def staged_pages(self) -> Iterator[Page]:
         return (page for page in self.pages if page.state is State.STAGED)
+
+    def exact_pages(self) -> Iterator[Page]:
+        """Pages of entries that are committed and not quantized."""
+        return (page for page in self.pages if page.state is State.COMMITTED)
+
+    @property
+    def num_exact(self) -> int:
+        """Entries of each (layer, KV head) in them."""
+        return sum(page.num_tokens for page in self.exact_pages())
 
     @property
     def num_staged(self) -> int:

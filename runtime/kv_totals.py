@@ -11,7 +11,7 @@ from runtime.lifecycle import State
 
 @dataclass(frozen=True)
 class KvTotals:
-    """Bytes of pages (active, staged) and blocks (committed, evictable) by state, each thing counted once.
+    """Bytes by state, each thing counted once: of pages (active, staged, exact entries) and blocks.
 
     scratch_bytes: pages of rows that are read once and forgotten (a probe's), and of caches that are computed anew.
     used_bytes: all of these, as the budget counts them; `table_bytes` comes on top.
@@ -54,16 +54,18 @@ def kv_totals(manager: KvManager, handles: Iterable[int]) -> KvTotals:
         for state in block_bytes:
             block_bytes[state] += held * kv.ledger[state] / entries if entries else 0.0
     page_bytes = manager.page_layout.page_bytes
-    num_staged = sum(state is State.STAGED for state in page_states.values())
+    num_staged, num_exact = (
+        sum(state is which for state in page_states.values()) for which in (State.STAGED, State.COMMITTED)
+    )
     committed, blocks = round(block_bytes[State.COMMITTED]), round(sum(block_bytes.values()))
     return KvTotals(
         budget_bytes=manager.budget.total_bytes,
         used_bytes=manager.budget.used_bytes,
         page_bytes=page_bytes,
         page_tokens=manager.page_tokens,
-        active_bytes=(len(page_states) - num_staged) * page_bytes,
+        active_bytes=(len(page_states) - num_staged - num_exact) * page_bytes,
         staged_bytes=num_staged * page_bytes,
-        committed_bytes=committed,
+        committed_bytes=committed + num_exact * page_bytes,
         evictable_bytes=blocks - committed,
         scratch_bytes=max(0, manager.budget.used_bytes - blocks - len(page_states) * page_bytes),
         table_bytes=table_bytes,

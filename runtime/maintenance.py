@@ -152,11 +152,12 @@ class Maintenance:
     def _pages_to_commit(self, conversation: Conversation) -> set[int]:
         """First positions of the oldest active pages: so many as a commit has room to write out before it frees them.
 
-        All of their tokens may stay, and two blocks per row are left for old entries that move.
+        All of their tokens may stay; room is left for exact entries and, two blocks per row, for old ones that move.
         """
         manager, kv = self._manager, self._manager[conversation.handle]
         row_bytes = kv.num_rows * manager.block_layouts[kv.blocks.format].stored_bytes
-        room = manager.budget.total_bytes - manager.budget.used_bytes - 2 * row_bytes
+        exact_bytes = -(-kv.policy.exact_entries // manager.page_tokens) * manager.page_layout.page_bytes
+        room = manager.budget.total_bytes - manager.budget.used_bytes - 2 * row_bytes - exact_bytes
         fitting = room * manager.block_entries // row_bytes
         left = max(WATERMARK_MIN_PAGES * manager.page_tokens, fitting) - kv.num_staged
         chosen = set()

@@ -73,7 +73,7 @@ def conversation_memory(model: ModelSpec, limits: EngineLimits, policy: Policy, 
         active = min(num_tokens, policy.schedule.recent_tokens + policy.protection.sink_tokens)
         committed = num_tokens - active
         entries = policy.expected_entries(committed)
-    num_pages = -(-active // limits.page_tokens)
+    num_pages = -(-active // limits.page_tokens) + (_exact_pages(policy, limits) if entries else 0)
     num_blocks = model.num_kv_rows * -(-entries // limits.block_entries)
     table_words = 2 * num_pages + 2 * num_blocks + (model.num_kv_rows + 1 if num_blocks else 0)
     return ConversationMemory(
@@ -101,9 +101,13 @@ def peak_memory(model: ModelSpec, limits: EngineLimits, policy: Policy, num_toke
     entries = min(committed, math.ceil((committed - given_up) / policy.repack_ratio))
     num_blocks = model.num_kv_rows * -(-entries // limits.block_entries)
     # One page more: tokens that stay need not fill the pages that they are moved to.
-    num_pages = -(-active // limits.page_tokens) + 1
+    num_pages = -(-active // limits.page_tokens) + 1 + _exact_pages(policy, limits)
     block_bytes = block_layout(model, limits, policy.block_format).stored_bytes
     return num_pages * layout.page_bytes + num_blocks * block_bytes
+
+
+def _exact_pages(policy: Policy, limits: EngineLimits) -> int:
+    return -(-policy.exact_entries // limits.page_tokens)
 
 
 def committed_token_bytes(model: ModelSpec, limits: EngineLimits, policy: Policy) -> float:

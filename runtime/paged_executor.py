@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from plugins.attend.params import RECORD_SQUARES
+from plugins.commit.exact import choose_exact, copy_exact, count_lost
 from plugins.commit.gate import GateWeights
 from plugins.commit.merger import MergeWeights
 from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
@@ -150,7 +151,7 @@ class PagedExecutor(ABC):
         rows = StepRows(plan.token_ids, plan.first_position, plan.slots, plan.view, record, plan.record_skip)
         with self._scores_put_back(plan.view) as put_back:
             if plan.fades:
-                self._fade(plan.view.blocks)
+                self._fade(plan)
             done = self._forward([rows], int32(), interrupted) is not None
             if not done:
                 put_back()
@@ -186,10 +187,16 @@ class PagedExecutor(ABC):
                 self._merger(rules.merger) if rules.merger else None,
             )
         decision = self._commit_forms.draw_line(self._memory_of(plan.blocks.format), params)
+        decision = choose_exact(decision, rules.exact_entries)
         self._decided = (plan, decision)
         new_kept, alive = decision.staged_keep.sum(dim=1), decision.alive.sum(dim=1)
         return LineResult(
-            decision.line, int32(new_kept.tolist()), int32(alive.tolist()), int32(map(int, decision.repooled))
+            decision.line,
+            int32(new_kept.tolist()),
+            int32(alive.tolist()),
+            int32(map(int, decision.repooled)),
+            0 if decision.exact is None else decision.exact.shape[1],
+            count_lost(decision, plan.num_exact) if plan.num_exact else 0,
         )
 
     def publish(self, plan: PublishPlan) -> PublishResult:
@@ -201,7 +208,7 @@ class PagedExecutor(ABC):
         decided, self._decided = self._decided, None
         assert decided is not None and decided[0] is plan.line, "publish must follow its draw_line at once"
         assert plan.blocks.format == plan.line.blocks.format
-        self._check_commit(plan.blocks, move_from=plan.move_from, move_to=plan.move_to)
+        self._check_commit(plan.blocks, move_from=plan.move_from, move_to=plan.move_to, exact_to=plan.exact_to)
         with self._uploads() as put:
             params = PublishParams(
                 put(int64_tensor(plan.line.staged_slots)),
@@ -212,6 +219,7 @@ class PagedExecutor(ABC):
                 plan.line.rules.absorb_gate,
                 put(int64_tensor(plan.move_from)),
                 put(int64_tensor(plan.move_to)),
+                put(int64_tensor(plan.exact_to)),
             )
         memory = self._memory_of(plan.blocks.format)
         decision = decided[1]
@@ -220,6 +228,7 @@ class PagedExecutor(ABC):
 
         def write() -> PublishResult:
             with torch.inference_mode():
+                copy_exact(memory, params, decision)
                 return PublishResult(*self._commit_forms.publish(memory, params, decision))
 
         return write
@@ -270,11 +279,13 @@ class PagedExecutor(ABC):
             for name, values in slots.items():
                 self._checks.slots(name, values)
 
-    def _fade(self, blocks: BlockTable) -> None:
+    def _fade(self, plan: ProbePlan) -> None:
         """Lowers the scores of committed entries, which keeps their order."""
+        blocks, pages = plan.view.blocks, int64_tensor(plan.exact_pages).to(self._storage.device)
         ids = int64_tensor(blocks.ids).to(self._storage.device)
         score = self._storage.blocks(blocks.format).score
-        score.index_copy_(0, ids, score.index_select(0, ids).mul_(FADE))
+        for scores, where in ((score, ids), *((seen, pages) for seen in self._storage.seen if pages.numel())):
+            scores.index_copy_(0, where, scores.index_select(0, where).mul_(FADE))
 
     @contextmanager
     def _scores_put_back(self, view: KvView) -> Iterator[Callable[[], None]]:

@@ -11,7 +11,7 @@ from runtime.conversation import Conversation
 from runtime.errors import OutOfMemoryError
 from runtime.kv_manager import KvManager
 from runtime.reservations import RowReservation
-from runtime.step import LinePlan, ProbePlan
+from runtime.step import LinePlan, ProbePlan, int32
 
 # Tokens before a probed piece that are re-read with it, so that its first tokens have a context to be found by.
 LEAD_TOKENS = 8
@@ -91,5 +91,6 @@ class Prober:
             record_skip=conversation.policy.schedule.recent_tokens,
             fades=again and start == 0,
             squares=conversation.policy.score == "norm",
+            exact_pages=int32(page.page_id for page in kv.exact_pages()),
         )
         return ProbeWork(plan, reservation, (start, end), urgent, again)

@@ -175,6 +175,7 @@ class ProbePlan:
 
     squares: squares of weights are added up, as RECORD_SQUARES of `plugins.attend.params`, instead of compared.
     fades: the scores of committed entries are multiplied by `FADE` first, so that what is read from now on counts more.
+    exact_pages: ids of the pages that hold committed entries.
     """
 
     handle: int
@@ -186,6 +187,7 @@ class ProbePlan:
     record_skip: int
     fades: bool = False
     squares: bool = False
+    exact_pages: array[int] = field(default_factory=int32)
 
 
 @dataclass(frozen=True)
@@ -201,6 +203,7 @@ class CommitRules:
     choices: how entries are ranked and what becomes of those below.
     gate: file of the trained scorer that choices.score "gate" asks for.   merger: of the network that tiers which say
         "learned" ask for.
+    exact_entries: staged entries of each row, the best, that stay in pages at full precision.
     """
 
     floor_entries: int = 16
@@ -210,16 +213,19 @@ class CommitRules:
     choices: LineChoices = PLAIN
     gate: str = ""
     merger: str = ""
+    exact_entries: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class LinePlan:
     """Draw the line over everything one conversation has committed or staged.
 
-    staged_slots: [num_staged] tokens to commit, protected ones not among them.
+    staged_slots: [num_staged] tokens to commit, protected ones not among them; before them slots of exact entries, each
+        with another token in every row.
     keep_entries: entries to keep over all rows together (the floor may raise it).
     quotas: the same for each group of consecutive rows, of equal size: layers, or single rows; empty: one line.
-    positions: [num_staged] logical positions of the staged tokens.   num_tokens: length of the conversation.
+    positions: [num_staged] logical positions of the staged tokens, -1 of exact entries.   num_exact: slots of those.
+    num_tokens: length of the conversation.
     """
 
     handle: int
@@ -229,6 +235,7 @@ class LinePlan:
     rules: CommitRules
     quotas: tuple[int, ...] = ()
     positions: array[int] = field(default_factory=int32)
+    num_exact: int = 0
     num_tokens: int = 0
 
 
@@ -236,14 +243,19 @@ class LinePlan:
 class LineResult:
     """Counts only; scores stay on the device.
 
-    new_kept: [num_rows] staged tokens above the line.   alive: [num_blocks] entries above it per old block.
+    new_kept: [num_rows] staged tokens above the line that go into blocks.   alive: [num_blocks] entries above it per
+        old block.
     repooled: [num_blocks] 1 for old blocks that must dissolve since entries of theirs merge; empty: none.
+    num_exact: staged entries of each row that are exact from now on.   exact_lost: entries over all rows that were
+        exact and stay nowhere.
     """
 
     line: float
     new_kept: array[int]
     alive: array[int]
     repooled: array[int] = field(default_factory=int32)
+    num_exact: int = 0
+    exact_lost: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -256,6 +268,7 @@ class PublishPlan:
     blocks: the table after the commit: per row the blocks that stay, in their old order, then the new ones.
     new_block: [num_blocks of `blocks`] 1 where the block is new.
     move_from, move_to: protected tokens copied whole from staged pages to pages that stay.
+    exact_to: slots of the entries that are exact from now on.
     """
 
     line: LinePlan
@@ -264,6 +277,7 @@ class PublishPlan:
     new_block: array[int]
     move_from: array[int] = field(default_factory=int32)
     move_to: array[int] = field(default_factory=int32)
+    exact_to: array[int] = field(default_factory=int32)
 
 
 @dataclass(frozen=True)

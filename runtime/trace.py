@@ -4,7 +4,7 @@ Opt-in: `RuntimeConfig.trace_file`; nothing here runs without it. The file is JS
 order of events. An entry is named by the logical position of its token, or of a super token's first; layer, KV head
 and position name one entry for good. `python -m perf.trace explain FILE --turn N` reads it.
 
-header   {"type": "header", "version": 2, "model": name, "num_layers": n, "num_kv_heads": n}
+header   {"type": "header", "version": 3, "model": name, "num_layers": n, "num_kv_heads": n}
 turn     {"type": "turn", "handle": n, "conversation": id or null, "turn": n (from 1), "first": position of its first
          token, "prompt_end": position where its answer begins, "tokens": [ids of the prompt and the answer]}
          written when a turn ends. `handle` is the engine's own number of a conversation, never used twice in a run.
@@ -16,10 +16,12 @@ commit   {"type": "commit", "handle": n, "commit": n (from 1), "turn": turns tha
          "kept", "absorbed", "dropped": entries over all rows, "bytes_before", "bytes_after": of the conversation,
          "rows": [one record per layer and KV head, layer by layer]}
 row      {"scores": [n] of the staged tokens, 3 digits, null where the score protects for good,
-         "fates": a string of n letters: k kept, a absorbed into another entry or a super token, d dropped,
+         "fates": a string of n letters: k kept, x kept unquantized, a absorbed into another entry or a super token,
+         d dropped,
          "into": [positions] of the entries that took those of "a" in, in their order,
          "old_below": entries committed earlier that fell below the line and stay readable until their block goes,
-         "old_absorbed": [[position, into], ...], "old_dropped": [positions] of entries committed earlier}
+         "old_absorbed": [[position, into], ...], "old_dropped": [positions] of entries committed earlier,
+         "exact": [positions] of all that are unquantized from now on, where there are any}
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from runtime.step import PublishPlan, PublishResult
 
 log = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 
 
 class Trace:
@@ -59,6 +61,7 @@ class Trace:
         self._path, self._manager, self._spec = path, manager, spec
         self._file: TextIO | None = _create(path)
         self._entries: dict[tuple[str, int], list[int]] = {}  # (block format, block id) -> positions of its entries
+        self._exact: dict[int, list[list[int]]] = {}  # by handle: positions of each row's unquantized entries
         self._turns: dict[int, int] = {}  # ended turns by handle
         self._commits: dict[int, int] = {}
         self._pending: dict[str, Any] = {}
@@ -84,20 +87,23 @@ class Trace:
         line, handle = plan.line, plan.line.handle
         renewed, handle = handle < 0, max(handle, twin_of(handle))
         fates = [fate.tolist() for fate in commit_fates(memory, params, decision)]
-        positions = list(line.positions)
+        positions = list(line.positions[line.num_exact :])
         names = [[*self._old_names(plan, row), *positions] for row in range(len(fates))]
-        scores, below = decision.staged_score.tolist(), _below(decision, params)
+        scores, below = decision.staged_score[:, line.num_exact :].tolist(), _below(decision, params)
+        exact = self._exact_names(decision, handle, positions, line.num_exact)
         rows = [
-            _row_record(fates[row], names[row], scores[row], sum(below[slice(*_bounds(plan, row))]))
+            _row_record(fates[row], names[row], scores[row], exact[row], sum(below[slice(*_bounds(plan, row))]))
             for row in range(len(fates))
         ]
+        self._exact[handle] = exact
         self._pending = {
             "type": "commit", "handle": handle, "line": decision.line if math.isfinite(decision.line) else None,
             "keep_entries": line.keep_entries, "positions": positions, "renewed": renewed,
             "protected": self._manager[handle].protected_ranges(),
-            "kept": int(decision.staged_keep.sum()), "bytes_before": self._manager.kv_bytes(handle), "rows": rows,
+            "kept": sum(row["fates"].count(letter) for row in rows for letter in "kx"),
+            "bytes_before": self._manager.kv_bytes(handle), "rows": rows,
         }  # fmt: skip
-        self._rename(plan, fates, names)
+        self._rename(plan, fates, names, exact)
 
     def committed(self, handle: int, result: PublishResult) -> None:
         pending, self._pending = self._pending, {}
@@ -119,13 +125,25 @@ class Trace:
                 file.close()
 
     def _old_names(self, plan: PublishPlan, row: int) -> list[int]:
-        """Positions of the row's committed entries, in table order."""
+        """Positions of the row's committed entries: those of blocks in table order, then the unquantized ones."""
         table = plan.line.blocks
-        return [
+        names = [
             p for i in range(*_bounds(plan, row)) for p in self._entries[table.format, table.ids[i]][: table.lens[i]]
         ]
+        return names + (self._exact[plan.line.handle][row] if plan.line.num_exact else [])
 
-    def _rename(self, plan: PublishPlan, fates: list[list[int]], names: list[list[int]]) -> None:
+    def _exact_names(self, decision: Decision, handle: int, positions: list[int], num_exact: int) -> list[list[int]]:
+        """Positions of the entries of each row that are unquantized from now on."""
+        if decision.exact is None:
+            return [[] for _ in range(decision.staged_keep.shape[0])]
+        before = self._exact[handle] if num_exact else [[]] * decision.staged_keep.shape[0]
+        return [
+            [(*names, *positions)[i] for i in row] for names, row in zip(before, decision.exact.tolist(), strict=True)
+        ]
+
+    def _rename(
+        self, plan: PublishPlan, fates: list[list[int]], names: list[list[int]], exact: list[list[int]]
+    ) -> None:
         """Which entries lie in the new blocks: those that leave dissolved blocks or pages, in order, if they stay."""
         old, new = plan.line.blocks, plan.blocks
         for row, fate in enumerate(fates):
@@ -133,7 +151,8 @@ class Trace:
             for i in range(*_bounds(plan, row)):
                 in_place += [not plan.dissolve[i]] * old.lens[i]
             in_place += [False] * (len(fate) - len(in_place))
-            moved = iter([names[row][i] for i, into in enumerate(fate) if into == i and not in_place[i]])
+            staying = (names[row][i] for i, into in enumerate(fate) if into == i and not in_place[i])
+            moved = (name for name in staying if name not in exact[row])
             for i in range(new.starts[row], new.starts[row + 1]):
                 if plan.new_block[i]:
                     self._entries[new.format, new.ids[i]] = [next(moved) for _ in range(new.lens[i])]
@@ -176,12 +195,15 @@ def _below(decision: Decision, params: PublishParams) -> list[int]:
     return counts
 
 
-def _row_record(fates: list[int], names: list[int], scores: list[float], num_below: int) -> dict[str, Any]:
-    """fates, names: old entries, then staged ones; scores: of the staged ones."""
+def _row_record(
+    fates: list[int], names: list[int], scores: list[float], exact: list[int], num_below: int
+) -> dict[str, Any]:
+    """fates, names: old entries, then staged ones; scores: of the staged ones.   exact: names of unquantized ones."""
     num_old = len(fates) - len(scores)
     letters, into = [], []
     for i in range(num_old, len(fates)):
-        letters.append("k" if fates[i] == i else "d" if fates[i] == GONE else "a")
+        kept = "x" if names[i] in exact else "k"
+        letters.append(kept if fates[i] == i else "d" if fates[i] == GONE else "a")
         if letters[-1] == "a":
             into.append(names[fates[i]])
     old = range(num_old)
@@ -192,4 +214,5 @@ def _row_record(fates: list[int], names: list[int], scores: list[float], num_bel
         "old_below": num_below,
         "old_absorbed": [[names[i], names[fates[i]]] for i in old if fates[i] not in (i, GONE)],
         "old_dropped": [names[i] for i in old if fates[i] == GONE],
+        **({"exact": exact} if exact else {}),
     }

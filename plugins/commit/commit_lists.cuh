@@ -103,8 +103,8 @@ HW_DEVICE void list_moving(Row &row) {
   for (int first = 0; first < p.num_staged; first += THREADS) {
     const int i = first + thread();
     const bool is_token = i < p.num_staged && load(p.staged + i) >= 0;
-    const bool keep = is_token && load(p.staged_keep + static_cast<int64_t>(row.index) * p.num_staged + i) != 0;
-    append(row, lists, i, keep, is_token && !keep);
+    const int mark = is_token ? load(p.marks + static_cast<int64_t>(row.index) * p.num_staged + i) : 2;
+    append(row, lists, i, mark == 1, mark == 0);
   }
   row.kept = lists.num_a, row.below = lists.num_b;
   HW_CHECK(row.kept + row.below <= p.max_moving, "commit: more moving entries than the workspace has room for");

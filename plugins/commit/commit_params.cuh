@@ -24,7 +24,7 @@ struct CommitParams {
   const uint8_t *dissolve;      // [old blocks]
   const uint8_t *is_new;        // [new blocks]
   const uint8_t *alive;         // [old blocks, E]: filled and above the line
-  const uint8_t *staged_keep;   // [rows, num_staged]
+  const uint8_t *marks;         // [rows, num_staged] 0 below the line, 1 kept, 2 exact: left alone
   const float *staged_score;    // [rows, num_staged]
   const int32_t *move_from, *move_to;  // [num_moves] slots
   int32_t *workspace;           // [blocks of the launch, workspace_words]

@@ -32,7 +32,7 @@ int64_t count_kept(const CommitArgs &a, int64_t row) {
     if (!a.dissolve[b]) continue;
     for (int64_t e = 0; e < a.old.lens[b]; ++e) count += a.alive[b * a.block_entries + e];
   }
-  for (int64_t i = 0; i < a.num_staged; ++i) count += a.staged_keep[row * a.num_staged + i];
+  for (int64_t i = 0; i < a.num_staged; ++i) count += a.marks[row * a.num_staged + i] == 1;
   return count;
 }
 
@@ -52,10 +52,12 @@ void read_moving(Row &r) {
   }
   const int64_t head = r.index % a.kv_heads, row_bytes = a.head_dim * element_bytes(a.page_dtype);
   for (int64_t i = 0; i < a.num_staged; ++i) {
+    const uint8_t mark = a.marks[r.index * a.num_staged + i];
+    if (mark > 1) continue;
     const int64_t page = a.staged[i] / a.page_tokens, offset = a.staged[i] % a.page_tokens;
     const uint8_t *k = a.pages[r.index / a.kv_heads] +
                        ((page * a.kv_heads + head) * 2 * a.page_tokens + offset) * row_bytes;
-    const int64_t to = r.place(a.staged_keep[r.index * a.num_staged + i]);
+    const int64_t to = r.place(mark);
     widen_any(a.page_dtype, k, a.head_dim, r.key(to));
     widen_any(a.page_dtype, k + a.page_tokens * row_bytes, a.head_dim, r.value(to));
     r.room.bias[to] = 0.0f;

@@ -22,7 +22,7 @@ struct CommitArgs {
   const int64_t *staged;   // [num_staged] slots
   RowTable old, made;      // before and after the commit
   const uint8_t *dissolve, *is_new;   // per block of old and made
-  const uint8_t *staged_keep;         // [rows, num_staged]
+  const uint8_t *marks;               // [rows, num_staged] 0 below the line, 1 kept, 2 exact: left alone
   const float *staged_score;          // [rows, num_staged]
   const uint8_t *alive;               // [blocks of old, E]
   const int64_t *move_from, *move_to; // [num_moves] slots

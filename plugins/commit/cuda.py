@@ -32,7 +32,7 @@ MAX_CACHED_BLOCKS = 32
 _ELEMENT_DTYPES: dict[torch.dtype, Element] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 _POINTERS = ("layer_pages", "layer_seen", "blocks", "score", "staged", "old_starts", "old_ids", "old_lens",
-             "new_starts", "new_ids", "new_lens", "dissolve", "is_new", "alive", "staged_keep", "staged_score",
+             "new_starts", "new_ids", "new_lens", "dissolve", "is_new", "alive", "marks", "staged_score",
              "move_from", "move_to", "workspace", "counts")  # fmt: skip
 _COUNTS = ("num_staged", "num_moves", "num_rows", "kv_heads", "num_slots", "num_blocks", "max_moving",
            "max_old_blocks", "workspace_words", "num_stages", "query_rows", "cached_blocks", "absorb")  # fmt: skip
@@ -299,7 +299,7 @@ def _tensors(
         "layer_pages": addresses[0], "layer_seen": addresses[1], "staged": int32(params.staged),
         **table("old", params.old), **table("new", params.new),
         "dissolve": uint8(params.dissolve), "is_new": uint8(params.is_new), "alive": uint8(decision.alive),
-        "staged_keep": uint8(decision.staged_keep),
+        "marks": uint8(decision.marks),
         "staged_score": decision.staged_score.to(device, torch.float32).contiguous(),
         "move_from": int32(params.move_from), "move_to": int32(params.move_to),
     }  # fmt: skip

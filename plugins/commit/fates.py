@@ -42,6 +42,8 @@ def _row_fates(
     moves = torch.cat((~stays, torch.ones_like(decision.staged_keep[row])))
     fates = torch.arange(above.shape[0], device=above.device)
     below = moves & ~above
+    if decision.exact is not None:
+        below[above.shape[0] - decision.staged_keep.shape[1] + decision.exact[row]] = False
     if decision.pooling is not None:
         groups = _groups(decision, row, old, filled)
         pooled = below & (groups >= 0)

@@ -20,7 +20,7 @@ from plugins.native_levels import DTYPE_CODES, FORMAT_CODES, VECTOR_LEVELS, Leve
 _ENTRY = "commitkv_publish"
 _POINTERS = ("pages", "seen", "blocks", "score", "staged",
              "old_starts", "old_ids", "old_lens", "made_starts", "made_ids", "made_lens", "dissolve", "is_new",
-             "staged_keep", "staged_score", "alive", "move_from", "move_to")  # fmt: skip
+             "marks", "staged_score", "alive", "move_from", "move_to")  # fmt: skip
 _BLOCK = ("block_entries", "block_bytes", "v_codes", "k_scale", "k_min", "v_scale", "v_min", "bias")
 _SIZES = ("num_staged", "num_moves", "num_rows", "kv_heads", "head_dim", "page_tokens", *_BLOCK, "absorbed", "dropped")
 _CODES = ("page_dtype", "k_format", "v_format", "threads", "absorb")
@@ -117,7 +117,7 @@ class NativePublish:
         args.pages, args.seen = ctypes.addressof(pages), ctypes.addressof(seen)
         held = _point(args, {
             "staged": params.staged, "dissolve": params.dissolve, "is_new": params.is_new,
-            "staged_keep": decision.staged_keep, "staged_score": decision.staged_score, "alive": decision.alive,
+            "marks": decision.marks, "staged_score": decision.staged_score, "alive": decision.alive,
             "move_from": params.move_from, "move_to": params.move_to,
             **_columns("old", params.old), **_columns("made", params.new),
         })  # fmt: skip

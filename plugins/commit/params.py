@@ -60,6 +60,7 @@ class Decision:
     pooling: set when some go into super tokens; then staged_group [rows, n] and old_group [num_blocks, E] int64 name
         each one's group (number * num_tiers + tier; -1: none), of which as many members are kept or alive as the tier
         has entries. Blocks with a group must be dissolved.   merger: as in LineParams.
+    exact [rows, m] int64: which staged entries of each row stay as they are, in pages; `staged_keep` is without them.
     """
 
     line: float
@@ -70,6 +71,13 @@ class Decision:
     staged_group: torch.Tensor | None = None
     old_group: torch.Tensor | None = None
     merger: MergeWeights | None = None
+    exact: torch.Tensor | None = None
+
+    @property
+    def marks(self) -> torch.Tensor:
+        """[rows, n] uint8 of the staged tokens: 0 falls below, 1 goes into a block, 2 is left alone, being exact."""
+        marks = self.staged_keep.to(torch.uint8)
+        return marks if self.exact is None else marks.scatter(1, self.exact, 2)
 
     @property
     def repooled(self) -> list[bool]:
@@ -82,7 +90,8 @@ class PublishParams:
     """staged, old: as in LineParams.   dissolve [num old blocks] bool.   new: the table after the commit.
 
     is_new [num blocks of new] bool; per row the blocks that stay come first.
-    move_from, move_to [m] int64: slots copied whole.
+    move_from, move_to [m] int64: slots copied whole.   exact_to [m] int64: slots for `Decision.exact`, the same for all
+    rows.
     """
 
     staged: torch.Tensor
@@ -93,3 +102,4 @@ class PublishParams:
     absorb_gate: float | None
     move_from: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     move_to: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    exact_to: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))

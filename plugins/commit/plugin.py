@@ -42,7 +42,7 @@ SPEC = PluginSpec(
         PluginTensor("new_ids", "int32", ("new",)),
         PluginTensor("new_lens", "int32", ("new",)),
         PluginTensor("is_new", "bool", ("new",)),
-        PluginTensor("staged_keep", "bool", ("kv_rows", "staged")),
+        PluginTensor("marks", "bool", ("kv_rows", "staged")),  # nothing is exact here: 0 or 1
         PluginTensor("staged_score", "fp32", ("kv_rows", "staged")),
         PluginTensor("move_from", "int32", ("moves",)),
         PluginTensor("move_to", "int32", ("moves",)),

@@ -89,6 +89,9 @@ def _commit_row(
     gone = params.dissolve[old]
     entries = Entries(staged[:, 0], staged[:, 1], staged.new_zeros(staged.shape[0]), decision.staged_score[row])
     keep = decision.staged_keep[row]
+    if decision.exact is not None:
+        moves = torch.ones_like(keep).index_fill(0, decision.exact[row], False)
+        entries, keep = entries[moves], keep[moves]
     if bool(gone.any()):
         dissolved, alive = _read_dissolved(memory, params, decision, old)
         entries, keep = _concat(dissolved, entries), torch.cat((alive, keep))

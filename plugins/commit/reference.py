@@ -146,7 +146,10 @@ def _row_entries(
             else:
                 entry.place = (block, i)
                 staying.append(entry)
+    exact = set() if decision.exact is None else set(decision.exact[row].tolist())
     for i, slot in enumerate(params.staged.tolist()):
+        if i in exact:
+            continue
         key, value = memory.pages[layer][slot // page_tokens, head, :, slot % page_tokens].double()
         score = float(decision.staged_score[row, i])
         moving.append(Entry(key, value, 0.0, score, bool(decision.staged_keep[row, i])))

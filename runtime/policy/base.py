@@ -122,6 +122,9 @@ class Policy:
     pool_bias: see `plugins.commit.choices.Pooling`.   merger: what tiers that say "learned" merge with.
     block_format: how committed entries are stored: one of `plugins.layout.STORABLE`, or "kv" for unquantized, in
         the engine's KV dtype.
+    exact_entries: the best entries of each (layer, KV head) that stay unquantized, in pages, and absorb nothing. They
+        are chosen from what was never quantized: what is staged, and those that were exact before. Pages hold
+        `page_tokens` of them.
     repack_ratio: a block is dissolved once the share of its entries above the line is under this.
 
     signals: what stages tokens while their turn runs, besides the schedule.
@@ -153,6 +156,7 @@ class Policy:
     pool_bias: PoolBias = "mass"
     merger: Gate = SMOLLM2_MERGER
     block_format: str = "int4"
+    exact_entries: int = 0
     repack_ratio: float = 0.75
     schedule: Schedule = Schedule()
     protection: Protection = Protection()

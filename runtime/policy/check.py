@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from runtime.policy.base import Policy
 
 MAX_SUPER_TOKEN = 1024
+MAX_EXACT = 256
 LEAST_GROWTH = 1.1
 
 
@@ -78,6 +79,13 @@ def check_policy(policy: Policy) -> None:
         ("layer_beta", policy.layer_beta >= 1, "1 or more"),
         ("floor_entries", policy.floor_entries >= 0, "0 or more"),
         ("absorb_gate", policy.absorb_gate is None or policy.absorb_gate > 0, "a number above 0, or none"),
+        ("exact_entries", 0 <= policy.exact_entries <= MAX_EXACT, f"0 to {MAX_EXACT}"),
+        (
+            "exact_entries",
+            not policy.exact_entries or _ranks_by_attention(policy),
+            "0 but for recorded scores that are "
+            "neither smoothed, nor protect outliers, nor alternate, and without tiers",
+        ),
         ("repack_ratio", 0 <= policy.repack_ratio <= 1, "a share from 0 to 1"),
         ("pool_bias", policy.pool_bias in get_args(PoolBias), f"one of {', '.join(get_args(PoolBias))}"),
         ("gate", (policy.gate is not None) == (policy.score == "gate"), "one exactly for the score 'gate'"),
@@ -95,6 +103,12 @@ def check_policy(policy: Policy) -> None:
     _check_signals(policy)
     _check_tiers(policy)
     _check_alternate(policy)
+
+
+def _ranks_by_attention(policy: Policy) -> bool:
+    """Whether an entry's rank is that of its recorded score alone, whose place in the text does not matter."""
+    by_score = policy.score not in ("recency", "gate") and policy.smooth == 1 and policy.protection.outlier_z is None
+    return by_score and not policy.tiers and policy.alternate is None
 
 
 _SCORES = ("both", "seen", "probe", "norm", "window", "sum", "recency", "gate")

@@ -15,7 +15,7 @@ from runtime.policy import registry
 from runtime.request import Request, SamplingParams
 from runtime.wiring import load_engine
 
-HEADER = {"type": "header", "version": 2, "model": "m", "num_layers": 1, "num_kv_heads": 2}
+HEADER = {"type": "header", "version": 3, "model": "m", "num_layers": 1, "num_kv_heads": 2}
 
 
 def turn(number: int, first: int, tokens: list[int], conversation: str = "c", handle: int = 1) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def test_commit_equals_the_reference_in_emulation(plugins: Plugins) -> None:
     inputs = {
         "layer_pages": addresses[0], "layer_seen": addresses[1], "pages": memory.pages[0],
         "staged": params.staged, "dissolve": params.dissolve, "alive": decision.alive, "is_new": params.is_new,
-        "staged_keep": decision.staged_keep, "staged_score": decision.staged_score,
+        "marks": decision.staged_keep, "staged_score": decision.staged_score,
         "old_starts": torch.tensor(params.old.starts), "old_ids": params.old.ids, "old_lens": params.old.lens,
         "new_starts": torch.tensor(params.new.starts), "new_ids": params.new.ids, "new_lens": params.new.lens,
         "move_from": params.move_from, "move_to": params.move_to,

@@ -160,5 +160,7 @@ def last_of(events: list[Event], request_id: str) -> FinishEvent | ErrorEvent:
 
 
 def policies_for_tests() -> dict[str, Policy]:
-    """The registered policies with limits small enough to see them work on 600 tokens."""
-    return {name: eager(policy) if policy.compresses else policy for name, policy in ALL_POLICIES.items()}
+    """The registered policies with limits small enough to see them work on 600 tokens, and one with exact entries."""
+    exact = dataclasses.replace(ALL_POLICIES["commitkv"], name="exact", exact_entries=11)
+    policies = {**ALL_POLICIES, "exact": exact}
+    return {name: eager(policy) if policy.compresses else policy for name, policy in policies.items()}

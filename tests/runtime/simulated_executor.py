@@ -45,6 +45,7 @@ class SimulatedExecutor:
     slots: dict[int, Token] = field(default_factory=dict)
     entries: dict[tuple[str, int], list[Token]] = field(default_factory=dict)
     decisions: dict[int, tuple[list[list[Token]], list[list[bool]]]] = field(default_factory=dict)
+    exact: dict[int, list[Token]] = field(default_factory=dict)
     fail_next: bool = False
     lossless: bool = False
     text_of: Callable[[int], Sequence[int]] | None = None  # all tokens of a conversation, by handle
@@ -133,11 +134,13 @@ class SimulatedExecutor:
         staged = [self.slots[slot] for slot in plan.staged_slots]
         assert all(t[0] == _owner(plan.handle) for t in staged)
         old = self._rows(plan.blocks)
+        self.exact[plan.handle] = self._random.sample(staged, min(plan.rules.exact_entries, len(staged)))
+        exact = set(self.exact[plan.handle])
         kept: list[list[Token]] = []
         alive: list[list[bool]] = []
         share = 1.0 if self.lossless else 0.4
         for row in old:
-            kept.append([t for t in staged if self._random.random() < share])
+            kept.append([t for t in staged if t not in exact and self._random.random() < share])
             alive.append([self._random.random() < (1.0 if self.lossless else 0.9) for _ in row])
         self.decisions[plan.handle] = (kept, alive)
         counts = int32()
@@ -146,13 +149,16 @@ class SimulatedExecutor:
             for i in range(first, last):
                 counts.append(sum(row_alive[done : done + plan.blocks.lens[i]]))
                 done += plan.blocks.lens[i]
-        return LineResult(0.0, int32(len(row) for row in kept), counts)
+        lost = sum(t not in row and t not in exact for row in kept for t in staged[: plan.num_exact])
+        return LineResult(0.0, int32(len(row) for row in kept), counts, int32(), len(exact), lost)
 
     def publish(self, plan: PublishPlan) -> PublishResult:
         old = plan.line.blocks
         kept, alive = self.decisions.pop(plan.line.handle)
         for source, target in zip(plan.move_from, plan.move_to, strict=True):
             self.slots[target] = self.slots[source]
+        exact = self.exact.pop(plan.line.handle)
+        self.slots.update(zip(plan.exact_to, exact, strict=True))
         dropped = 0
         new_spans = _spans(plan.blocks.starts)
         for row, (first, last) in enumerate(_spans(old.starts)):
@@ -166,7 +172,7 @@ class SimulatedExecutor:
                     moving += [t for t, above in zip(entries, flags, strict=True) if above]
                     dropped += flags.count(False)
             moving += kept[row]
-            dropped += len(plan.line.staged_slots) - len(kept[row])
+            dropped += len(plan.line.staged_slots) - len(kept[row]) - len(exact)
             for i in range(*new_spans[row]):
                 if plan.new_block[i]:
                     size = plan.blocks.lens[i]

@@ -28,7 +28,7 @@ def grow(manager: KvManager, handle: int, num_tokens: int) -> None:
     manager.settle_rows(reservation)
 
 
-def committed(manager: KvManager, handle: int = 0) -> KvTables:
+def committed(manager: KvManager, handle: int = 0, num_exact: int = 0) -> KvTables:
     """A conversation with active, staged and compacted pages, full and part-filled blocks, and entries gone."""
     manager.open(handle, POLICY)
     manager[handle].protect(20, 23)
@@ -37,7 +37,7 @@ def committed(manager: KvManager, handle: int = 0) -> KvTables:
     plan = manager.plan_commit(handle)
     assert plan is not None
     kept = len(plan.staged_slots) // 2
-    line = LineResult(0.0, int32([kept] * SPEC.num_kv_rows), int32())
+    line = LineResult(0.0, int32([kept] * SPEC.num_kv_rows), int32(), num_exact=num_exact)
     manager.settle_commit(manager.reserve_publish(plan, line))
     grow(manager, handle, 37)
     manager.stage(handle, Event.TURN_ENDED)
@@ -56,10 +56,12 @@ def image_of(tables: KvTables, manager: KvManager) -> KvImage:
     )
 
 
-def test_tables_come_back_with_other_ids() -> None:
+@pytest.mark.parametrize("num_exact", [0, 11])
+def test_tables_come_back_with_other_ids(num_exact: int) -> None:
     first, second = make_manager(), make_manager()
-    tables = committed(first)
-    assert {page.state for page in tables.pages} == {"active", "staged"} and any(p.compacted for p in tables.pages)
+    tables = committed(first, num_exact=num_exact)
+    states = {"active", "staged"} | ({"committed"} if num_exact else set())
+    assert {page.state for page in tables.pages} == states and any(p.compacted for p in tables.pages)
     assert tables.counts["gone"] > 0 and len(tables.block_lens) >= SPEC.num_kv_rows
     committed(second, 5)  # takes the ids that the first one had
     second.open(9, POLICY)

@@ -71,7 +71,7 @@ class EngineMachine(RuleBasedStateMachine):
         priority=st.sampled_from([-1, 0, 0, 2]),
         length=st.integers(1, 90),
         max_tokens=st.integers(0, 25),
-        policy=st.sampled_from([None, *registry.ALL_POLICIES]),
+        policy=st.sampled_from([None, *registry.ALL_POLICIES, "exact"]),
         ends=st.booleans(),
     )
     def submit(

@@ -53,24 +53,25 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "exact"), [*((name, 0) for name in NAMES), ("commitkv", 6), ("h2o", 40)])
 def test_counts_of_fates_are_what_the_executor_did(
-    tiny_engine_dir: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tiny_engine_dir: Path, tmp_path: Path, name: str, exact: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "trace.jsonl"
-    hold(load(tiny_engine_dir, path), use(name, monkeypatch))
+    hold(load(tiny_engine_dir, path), use(name, monkeypatch, exact_entries=exact))
     header, *records = read(path)
-    assert (header["type"], header["version"], header["num_layers"], header["num_kv_heads"]) == ("header", 2, 2, 2)
+    assert (header["type"], header["version"], header["num_layers"], header["num_kv_heads"]) == ("header", 3, 2, 2)
     commits = [record for record in records if record["type"] == "commit"]
     assert len(commits) >= 3
     for record in commits:
         fates = "".join(row["fates"] for row in record["rows"])
         assert all(len(row["fates"]) == len(row["scores"]) == len(record["positions"]) for row in record["rows"])
-        assert fates.count("k") == record["kept"]
+        assert fates.count("k") + fates.count("x") == record["kept"]
         old_absorbed = sum(len(row["old_absorbed"]) for row in record["rows"])
         assert fates.count("a") + old_absorbed == record["absorbed"]
         assert fates.count("d") + sum(len(row["old_dropped"]) for row in record["rows"]) == record["dropped"]
         assert all(len(row["into"]) == row["fates"].count("a") for row in record["rows"])
+        assert all(len(set(row.get("exact", ()))) == exact >= row["fates"].count("x") for row in record["rows"])
         assert 0 < record["bytes_after"] < record["bytes_before"]
 
 
@@ -124,11 +125,11 @@ class KeyWatch(Trace):
                     self.checked += 1
 
 
-@pytest.mark.parametrize("repack_ratio", [0.75, 1.0])
+@pytest.mark.parametrize(("repack_ratio", "exact"), [(0.75, 0), (1.0, 0), (0.75, 20)])
 def test_an_entry_is_named_by_the_token_whose_key_it_holds(
-    tiny_engine_dir: Path, tmp_path: Path, repack_ratio: float, monkeypatch: pytest.MonkeyPatch
+    tiny_engine_dir: Path, tmp_path: Path, repack_ratio: float, exact: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = use("commitkv", monkeypatch, block_format="kv", repack_ratio=repack_ratio)
+    name = use("commitkv", monkeypatch, block_format="kv", repack_ratio=repack_ratio, exact_entries=exact)
     engine = load(tiny_engine_dir, "")
     executor: Any = engine._executor
     watch = KeyWatch(tmp_path / "trace.jsonl", engine._manager, engine._manager.spec)
