@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from builder.model import EMBEDDING, HEAD, DecoderModel, weight_recipes
+from builder.recorded_step import MAX_ROWS, BindsKv, Parts, RecordedStep
 from builder.rope import inverse_frequencies, rotary_tables
 from plugins.linear.cpu import TorchLinear
 from plugins.linear.params import Int8Weight, LinearForm, Product, Weight
@@ -95,7 +96,10 @@ class TorchDecoder:
         self.frequencies = inverse_frequencies(spec.rope, spec.head_dim).to(self.device)
         self.model = DecoderModel(spec)
         self._pointwise = forms.pointwise
-        self._weights = self._load(weights, forms.linear)
+        self._weights = loaded = self._load(weights, forms.linear)
+        self._parts = Parts(self.model, loaded.products, loaded.norms, forms.pointwise, self.dtype)
+        self._records = self.device.type == "cpu" and self._parts.can_be_recorded
+        self._recorded: dict[int, RecordedStep] = {}  # by the number of rows
 
     def _load(self, weights: Mapping[str, torch.Tensor], form: LinearForm) -> _Weights:
         loaded = _Weights(self.dtype, {}, {}, {})
@@ -151,11 +155,22 @@ class TorchDecoder:
         rotary = rotary_tables(self.frequencies, positions, self.spec.rope.attention_factor)
         step = _StepInput(token_ids, rotary, logit_rows)
         if interrupted is None:
-            return self.model.run(_TorchOps(self.spec, self._weights, kv, self._pointwise, step))
+            ops = _TorchOps(self.spec, self._weights, kv, self._pointwise, step)
+            hidden = self._run_recorded(ops, kv, step)
+            return self.model.run(ops) if hidden is None else self.model.logits(ops, hidden)
         try:
             return self.model.run(_GivingWay(self.spec, self._weights, kv, self._pointwise, step, interrupted))
         except _Interrupted:
             return None
+
+    def _run_recorded(self, ops: _TorchOps, kv: KvStep, step: _StepInput) -> torch.Tensor | None:
+        """[rows, hidden] of the last layer; None where the step is not one that can be recorded."""
+        num_rows = step.token_ids.shape[0]
+        if not self._records or num_rows > MAX_ROWS or not isinstance(kv, BindsKv):
+            return None
+        if num_rows not in self._recorded:
+            self._recorded[num_rows] = RecordedStep(self._parts, num_rows)
+        return self._recorded[num_rows].run(ops.embed(EMBEDDING), step.rotary, kv)
 
 
 @dataclass(frozen=True, eq=False)

@@ -171,6 +171,10 @@ class DecoderModel:
 
     def run(self, ops: Ops[T]) -> T:
         """Logits [n, vocab] of the wanted rows."""
+        return self.logits(ops, self.hidden(ops))
+
+    def hidden(self, ops: Ops[T]) -> T:
+        """[R, H]: what the last layer leaves of every row."""
         x = ops.embed(EMBEDDING)
         normed = ops.rms_norm(x, self.layers[0].attention_norm)
         for layer, names in enumerate(self.layers):
@@ -180,6 +184,10 @@ class DecoderModel:
                 x, normed = ops.add_norm(x, delta, self.layers[layer + 1].attention_norm)
             else:
                 x = ops.add(x, delta)
+        return x
+
+    def logits(self, ops: Ops[T], x: T) -> T:
+        """Logits [n, vocab] of the wanted rows of x [R, H]."""
         return ops.logits(ops.rms_norm(ops.take_rows(x), FINAL_NORM), self.head)
 
     def _attention(self, ops: Ops[T], layer: int, names: LayerNames, normed: T) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,6 +14,7 @@ from plugins.append.cpu import TorchAppend
 from plugins.append.params import AppendForm, AppendStep, Rotary
 from plugins.attend.cpu import TorchAttend
 from plugins.attend.params import RECORD_SUM, AttendForm, AttendStep
+from plugins.bound import BindsAppend, BindsAttend
 from plugins.commit.line import draw_line
 from plugins.commit.publish import publish
 from plugins.memory import KvMemory
@@ -23,6 +25,8 @@ from runtime.paged_executor import CommitForms, LineForm, PagedExecutor, Publish
 from runtime.signal_watch import HiddenStates, StepWatch
 from runtime.step import SignalResult, int32
 from runtime.step_tables import StepRows, TableBuilder, int32_tensor, int64_tensor
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class KvStep(Protocol):
@@ -85,6 +89,20 @@ class _PagedStep:
         if self._watch is not None:
             self._watch.hidden(x)
 
+    def bind(
+        self, qkv: Heads, rotary: Rotary, rotated: torch.Tensor, out: torch.Tensor
+    ) -> tuple[Callable[[int], object], Callable[[int], object]] | None:
+        """See `builder.recorded_step.BindsKv`; not while a sequence is watched, nor where the forms cannot."""
+        append = self._append.begin(self._slots, rotary, self._memory)
+        attends = [group.attend for group in self._groups if isinstance(group.attend, BindsAttend)]
+        if self._watch is not None or not isinstance(append, BindsAppend) or len(attends) < len(self._groups):
+            return None
+        bound = [
+            attend.bind(rotated[group.rows], out[group.rows])
+            for attend, group in zip(attends, self._groups, strict=True)
+        ]
+        return append.bind(*qkv, rotated), bound[0] if len(bound) == 1 else partial(_for_each, bound)
+
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         if self._watch is not None:
             self._watch.attend(layer, q)
@@ -95,6 +113,11 @@ class _PagedStep:
         for group in self._groups:
             group.attend(layer, q[group.rows], out[group.rows])
         return out
+
+
+def _for_each(calls: list[Callable[[int], object]], layer: int) -> None:
+    for call in calls:
+        call(layer)
 
 
 @dataclass(frozen=True, eq=False)

@@ -74,14 +74,25 @@ class _Step:
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
+        self._point(q, k, v, out)
+        self._run(layer)
+        return out
+
+    def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Callable[[int], None]:
+        """See `plugins.bound.BindsAppend`."""
+        self._point(q, k, v, out)
+        return self._run
+
+    def _run(self, layer: int) -> None:
+        self._args.pages, self._args.seen = self._addresses[layer]
+        self._call(self._address)
+
+    def _point(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
         args = self._args
         if not args.q_heads:
             self._check(q, k, v)
         args.q_stride, args.k_stride, args.v_stride = q.stride(0), k.stride(0), v.stride(0)
         args.q, args.k, args.v, args.q_out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        args.pages, args.seen = self._addresses[layer]
-        self._call(self._address)
-        return out
 
     def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """What is the same in every layer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -54,35 +55,55 @@ class NativeAttend:
         self._run(args, ctypes.addressof(args))
 
     def begin(self, memory: KvMemory, tables: StepTables, scale: float) -> AttendStep:
-        """One argument record for the layers of a step; a call sets what differs."""
         args = _geometry(memory.pages[0], memory.layout)
         args.blocks, args.score, args.scale = memory.blocks.data_ptr(), memory.score.data_ptr(), scale
         _set_tables(args, tables)
         args.num_threads, args.level, args.parallel = self._threads, self._level, self._parallel
-        address, pointers, blocks = ctypes.addressof(args), memory.addresses, tables.blocks
-        starts, ids, lens = blocks.starts.data_ptr(), blocks.ids.data_ptr(), blocks.lens.data_ptr()
-        starts_bytes, call = 4 * blocks.starts.shape[1], self._call
-        rows, head_dim = tables.record.shape[0], args.head_dim
-
-        def step(layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-            if not args.group:
-                assert q.is_contiguous() and out.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype
-                assert q.shape[0] == rows and q.shape[2] == head_dim and q.shape[1] % args.kv_heads == 0
-                args.group, args.q_dtype = q.shape[1] // args.kv_heads, DTYPE_CODES[q.dtype]
-            first = 4 * tables.blocks.first[layer]
-            args.pages, args.seen = pointers[layer]
-            args.block_starts = starts + layer * starts_bytes
-            args.block_ids, args.block_lens = ids + first, lens + first
-            args.q, args.out = q.data_ptr(), out.data_ptr()
-            if call(address) != 0:
-                raise MemoryError(_NO_MEMORY)
-
-        return step
+        return _Step(self._call, args, memory, tables)
 
     def _run(self, args: _Args, address: int) -> None:
         args.num_threads, args.level, args.parallel = self._threads, self._level, self._parallel
         if self._call(address) != 0:
             raise MemoryError(_NO_MEMORY)
+
+
+class _Step:
+    """One argument record for the layers of a step; a call sets what differs."""
+
+    def __init__(self, call: Callable[[int], int], args: _Args, memory: KvMemory, tables: StepTables) -> None:
+        self._call, self._args, self._address = call, args, ctypes.addressof(args)
+        self._tables = tables  # whose tensors have to live
+        blocks = tables.blocks
+        starts, ids, lens = blocks.starts.data_ptr(), blocks.ids.data_ptr(), blocks.lens.data_ptr()
+        row = 4 * blocks.starts.shape[1]
+        self._layers = [
+            (*pointers, starts + layer * row, ids + 4 * first, lens + 4 * first)
+            for layer, (pointers, first) in enumerate(zip(memory.addresses, blocks.first, strict=False))
+        ]
+
+    def __call__(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
+        self._point(q, out)
+        self._run(layer)
+
+    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Callable[[int], None]:
+        """See `plugins.bound.BindsAttend`."""
+        self._point(q, out)
+        return self._run
+
+    def _run(self, layer: int) -> None:
+        args = self._args
+        args.pages, args.seen, args.block_starts, args.block_ids, args.block_lens = self._layers[layer]
+        if self._call(self._address) != 0:
+            raise MemoryError(_NO_MEMORY)
+
+    def _point(self, q: torch.Tensor, out: torch.Tensor) -> None:
+        args = self._args
+        if not args.group:
+            assert q.is_contiguous() and out.is_contiguous() and q.shape == out.shape and q.dtype == out.dtype
+            assert q.shape[0] == self._tables.record.shape[0] and q.shape[2] == args.head_dim
+            assert q.shape[1] % args.kv_heads == 0
+            args.group, args.q_dtype = q.shape[1] // args.kv_heads, DTYPE_CODES[q.dtype]
+        args.q, args.out = q.data_ptr(), out.data_ptr()
 
 
 def make_attend(

@@ -6,11 +6,13 @@ What a form has no kernel for it leaves to the next: AMX tiles, vector registers
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from plugins import native_build, native_levels
+from plugins.bound import Bound, bound
 from plugins.linear.cpu import TorchLinear, has_fast_bf16
 from plugins.linear.params import Int8Weight, LinearForm, Product, Weight
 from plugins.native_build import Library
@@ -69,20 +71,7 @@ class WideLinear:
         scale = weight.scale if isinstance(weight, Int8Weight) else None
         packed = pack(dense) if scale is None else pack_int8(dense)
         wide = None if bias is None else bias.float()
-        call, threads = self._linear, self._threads
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            assert x.is_contiguous() and x.shape[1] == inputs and x.dtype in (torch.bfloat16, torch.float32)
-            out, wide_x = torch.empty((x.shape[0], outputs), dtype=x.dtype), x.float()
-            scale_at = None if scale is None else scale.data_ptr()
-            bias_at = None if wide is None else wide.data_ptr()
-            call(
-                wide_x.data_ptr(), packed.data_ptr(), scale_at, bias_at, out.data_ptr(), DTYPE_CODES[x.dtype],
-                x.shape[0], inputs, outputs, threads,
-            )  # fmt: skip
-            return out
-
-        return product
+        return _WideProduct(self._linear, self._threads, (inputs, outputs), (packed, scale, wide))
 
     def logits(self, table: Weight) -> Product:
         dense = table.codes if isinstance(table, Int8Weight) else table
@@ -105,6 +94,43 @@ class WideLinear:
             return out
 
         return product
+
+
+class _WideProduct:
+    """A product of `WideLinear`."""
+
+    def __init__(
+        self,
+        call: Callable[..., None],
+        threads: int,
+        shape: tuple[int, int],
+        weight: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        """shape: inputs, outputs.   weight: packed; scales of INT8; bias in fp32."""
+        self._call, self._threads, self._weight = call, threads, weight
+        self._inputs, self.num_outputs = shape
+        self._addresses = tuple(None if part is None else part.data_ptr() for part in weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((x.shape[0], self.num_outputs), dtype=x.dtype)
+        self.bind(x, out)()
+        return out
+
+    def bind(self, x: torch.Tensor, out: torch.Tensor) -> Bound:
+        """See `plugins.bound.BindsProduct`."""
+        rows, inputs = x.shape
+        assert x.is_contiguous() and inputs == self._inputs and x.dtype in (torch.bfloat16, torch.float32)
+        wide = x.float()
+        run = bound(
+            self._call, wide.data_ptr(), *self._addresses, out.data_ptr(), DTYPE_CODES[x.dtype], rows, inputs,
+            self.num_outputs, self._threads, alive=(x, wide, out, self),
+        )  # fmt: skip
+
+        def go():
+            wide.copy_(x)
+            run()
+
+        return go
 
 
 class NativeLinear:

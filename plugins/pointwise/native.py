@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from plugins import native_build, native_levels
+from plugins.bound import Bound, bound
 from plugins.native_build import Library
 from plugins.native_levels import DTYPE_CODES, VECTOR_LEVELS, Level
 
@@ -35,34 +36,51 @@ class NativePointwise:
         self._silu.argtypes = (_POINTER, _POINTER, _SIZE, _SIZE, _CODE, _CODE)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self.bind_rms_norm(x, weight, eps, out)()
+        return out
+
+    def bind_rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> Bound:
         rows, heads, dim = x.shape if x.dim() == 3 else (x.shape[0], 1, x.shape[1])
         assert x.stride(-1) == 1 and (heads == 1 or x.stride(1) == dim), "the heads of a row must lie side by side"
-        out = torch.empty(x.shape, dtype=x.dtype)
-        self._norm(
-            x.data_ptr(), None, weight.data_ptr(), None, out.data_ptr(), rows, heads, x.stride(0), dim, eps,
-            DTYPE_CODES[x.dtype], self._threads,
+        return bound(
+            self._norm, x.data_ptr(), None, weight.data_ptr(), None, out.data_ptr(), rows, heads, x.stride(0), dim, eps,
+            DTYPE_CODES[x.dtype], self._threads, alive=(x, weight, out),
         )  # fmt: skip
-        return out
 
     def add_norm(
         self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert x.is_contiguous() and delta.is_contiguous() and delta.dtype == x.dtype
-        rows, dim = x.shape
         total, out = torch.empty_like(x), torch.empty_like(x)
-        self._norm(
-            x.data_ptr(), delta.data_ptr(), weight.data_ptr(), total.data_ptr(), out.data_ptr(), rows, 1, dim, dim, eps,
-            DTYPE_CODES[x.dtype], self._threads,
-        )  # fmt: skip
+        self._add_norm((x, delta, weight, total, out), eps)()
         return total, out
 
+    def bind_add_norm(
+        self, x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> Bound:
+        return self._add_norm((x, delta, weight, x, out), eps)
+
+    def _add_norm(self, tensors: tuple[torch.Tensor, ...], eps: float) -> Bound:
+        """tensors: x, delta, weight, total, out."""
+        x, delta = tensors[:2]
+        assert x.is_contiguous() and delta.is_contiguous() and delta.dtype == x.dtype
+        rows, dim = x.shape
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        code = DTYPE_CODES[x.dtype]
+        return bound(self._norm, *addresses, rows, 1, dim, dim, eps, code, self._threads, alive=tensors)
+
     def gated_silu(self, gate_up: torch.Tensor) -> torch.Tensor:
-        assert gate_up.is_contiguous()
-        rows, both = gate_up.shape
-        out = torch.empty((rows, both // 2), dtype=gate_up.dtype)
-        code = DTYPE_CODES[gate_up.dtype]
-        self._silu(gate_up.data_ptr(), out.data_ptr(), rows, both // 2, code, self._threads)
+        out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
+        self.bind_gated_silu(gate_up, out)()
         return out
+
+    def bind_gated_silu(self, gate_up: torch.Tensor, out: torch.Tensor) -> Bound:
+        assert gate_up.is_contiguous()
+        rows, dim = out.shape
+        code = DTYPE_CODES[gate_up.dtype]
+        return bound(
+            self._silu, gate_up.data_ptr(), out.data_ptr(), rows, dim, code, self._threads, alive=(gate_up, out)
+        )
 
 
 def make_pointwise(
