@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from builder.model import EMBEDDING, HEAD, DecoderModel, weight_recipes
-from builder.recorded_step import MAX_ROWS, BindsKv, Parts, RecordedStep
+from builder.recorded_step import MAX_ROWS, Parts, RecordedStep
 from builder.rope import inverse_frequencies, rotary_tables
 from plugins.linear.cpu import TorchLinear
 from plugins.linear.params import Int8Weight, LinearForm, Product, Weight
@@ -48,8 +48,7 @@ class KvStep(Protocol):
         ...
 
 
-@runtime_checkable
-class ReadsHidden(Protocol):
+class ReadsHidden(KvStep, Protocol):
     """A `KvStep` that also wants the states behind the last layer."""
 
     def hidden(self, x: torch.Tensor) -> None:
@@ -166,7 +165,7 @@ class TorchDecoder:
     def _run_recorded(self, ops: _TorchOps, kv: KvStep, step: _StepInput) -> torch.Tensor | None:
         """[rows, hidden] of the last layer; None where the step is not one that can be recorded."""
         num_rows = step.token_ids.shape[0]
-        if not self._records or num_rows > MAX_ROWS or not isinstance(kv, BindsKv):
+        if not self._records or not 0 < num_rows <= MAX_ROWS:
             return None
         if num_rows not in self._recorded:
             self._recorded[num_rows] = RecordedStep(self._parts, num_rows)
@@ -222,8 +221,9 @@ class _TorchOps:
         return self._kv.attend(layer, q).reshape(q.shape[0], -1)
 
     def take_rows(self, x: torch.Tensor) -> torch.Tensor:
-        if isinstance(self._kv, ReadsHidden):
-            self._kv.hidden(x)
+        hidden = getattr(self._kv, "hidden", None)
+        if hidden is not None:
+            hidden(x)
         return x.index_select(0, self._step.logit_rows)
 
     def logits(self, x: torch.Tensor, weight: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -27,7 +27,6 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 PerLayer = Callable[[int], object]
 
 
-@runtime_checkable
 class BindsKv(Protocol):
     """A `builder.lower_torch.KvStep` whose operations can be bound for the layers of its step: `plugins.bound`."""
 
@@ -65,13 +64,13 @@ class RecordedStep:
         self._recorder = _Recorder(parts, num_rows)
         self._hidden = parts.model.hidden(self._recorder)
 
-    def run(self, embedded: torch.Tensor, rotary: Rotary, kv: BindsKv) -> torch.Tensor | None:
+    def run(self, embedded: torch.Tensor, rotary: Rotary, kv: object) -> torch.Tensor | None:
         """[rows, hidden] of the last layer, which the next run writes over; None where `kv` has to be called otherwise.
 
-        embedded [rows, hidden]: the rows' embeddings.
+        embedded [rows, hidden]: the rows' embeddings.   kv: see `BindsKv`.
         """
-        made = self._recorder
-        bound = kv.bind(made.heads, rotary, made.rotated, made.attended)
+        made, bind = self._recorder, getattr(kv, "bind", None)
+        bound = None if bind is None else bind(made.heads, rotary, made.rotated, made.attended)
         if bound is None:
             return None
         made.per_layer = bound

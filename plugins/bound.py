@@ -50,19 +50,10 @@ class BindsRows(Protocol):
     def bind_gated_silu(self, gate_up: torch.Tensor, out: torch.Tensor) -> Bound: ...
 
 
-@runtime_checkable
-class BindsAppend(Protocol):
-    """A `plugins.append.params.AppendStep` that can be bound for the layers of its step."""
+def can_bind(step: object) -> Callable[..., Callable[[int], object]] | None:
+    """The method `bind` of an `AppendStep` or `AttendStep` whose operation can be bound for the layers of its step.
 
-    def bind(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> Callable[[int], object]:
-        """Arguments as there; gives what takes the layer. out [rows, q_heads, D]: the rotated q."""
-        ...
-
-
-@runtime_checkable
-class BindsAttend(Protocol):
-    """A `plugins.attend.params.AttendStep` that can be bound for the layers of its step."""
-
-    def bind(self, q: torch.Tensor, out: torch.Tensor) -> Callable[[int], object]:
-        """Arguments as there; gives what takes the layer."""
-        ...
+    It takes (q, k, v, out [rows, q_heads, D]: the rotated q) or (q, out), and gives what takes the layer. None for
+    forms without one. Asked in every step: protocols checked at run time take ten times as long.
+    """
+    return getattr(step, "bind", None)

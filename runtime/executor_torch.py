@@ -14,7 +14,7 @@ from plugins.append.cpu import TorchAppend
 from plugins.append.params import AppendForm, AppendStep, Rotary
 from plugins.attend.cpu import TorchAttend
 from plugins.attend.params import RECORD_SUM, AttendForm, AttendStep
-from plugins.bound import BindsAppend, BindsAttend
+from plugins.bound import can_bind
 from plugins.commit.line import draw_line
 from plugins.commit.publish import publish
 from plugins.memory import KvMemory
@@ -93,15 +93,18 @@ class _PagedStep:
         self, qkv: Heads, rotary: Rotary, rotated: torch.Tensor, out: torch.Tensor
     ) -> tuple[Callable[[int], object], Callable[[int], object]] | None:
         """See `builder.recorded_step.BindsKv`; not while a sequence is watched, nor where the forms cannot."""
-        append = self._append.begin(self._slots, rotary, self._memory)
-        attends = [group.attend for group in self._groups if isinstance(group.attend, BindsAttend)]
-        if self._watch is not None or not isinstance(append, BindsAppend) or len(attends) < len(self._groups):
+        if self._watch is not None:
+            return None
+        append = can_bind(self._append.begin(self._slots, rotary, self._memory))
+        attends = [can_bind(group.attend) for group in self._groups]
+        if append is None or None in attends:
             return None
         bound = [
-            attend.bind(rotated[group.rows], out[group.rows])
+            attend(rotated[group.rows], out[group.rows])
             for attend, group in zip(attends, self._groups, strict=True)
+            if attend is not None
         ]
-        return append.bind(*qkv, rotated), bound[0] if len(bound) == 1 else partial(_for_each, bound)
+        return append(*qkv, rotated), bound[0] if len(bound) == 1 else partial(_for_each, bound)
 
     def attend(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         if self._watch is not None:

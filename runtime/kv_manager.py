@@ -281,7 +281,8 @@ class KvManager:
         kv.append(reservation.num_tokens, reservation.new_page_ids)
         spare = int32(self.shared.offer(reservation.handle, kv))
         self._pages.give(spare)
-        kv.peak_bytes = max(kv.peak_bytes, self.kv_bytes(reservation.handle))
+        if reservation.new_page_ids:
+            kv.peak_bytes = max(kv.peak_bytes, self.kv_bytes(reservation.handle))
         return Freed(spare)
 
     def cancel_rows(self, reservation: RowReservation) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -169,12 +170,17 @@ def pack(params: AttendParams) -> _Args:
 def _geometry(pages: torch.Tensor, layout: BlockLayout) -> _Args:
     """Sizes and codes that follow from the arenas."""
     _, kv_heads, _, page_tokens, head_dim = pages.shape
+    return _Args.from_buffer_copy(_geometry_of(kv_heads, page_tokens, head_dim, pages.dtype, layout))
+
+
+@lru_cache(maxsize=64)
+def _geometry_of(kv_heads: int, page_tokens: int, head_dim: int, dtype: torch.dtype, layout: BlockLayout) -> _Args:
     assert head_dim % 8 == 0 and head_dim <= 256 and head_dim == layout.head_dim
     args = _Args()
     args.kv_heads, args.head_dim, args.page_tokens = kv_heads, head_dim, page_tokens
     for name in ("block_entries", "block_bytes", "v_codes", "k_scale", "k_min", "v_scale", "v_min", "bias"):
         setattr(args, name, getattr(layout, name))
-    args.page_dtype = DTYPE_CODES[pages.dtype]
+    args.page_dtype = DTYPE_CODES[dtype]
     args.k_format, args.v_format = FORMAT_CODES[layout.format]
     return args
 
