@@ -47,7 +47,11 @@ CHOICES = (
         f'{_POOLED}[[0,5,"learned"]]',
         f'{_POOLED}[[0,5,"weighted"],[600,20,"weighted"]]',
     )),
-    Choice("precision", tuple(f'block_format="{name}"' for name in ("kv", "int8", "k84v4", "int4"))),
+    Choice("precision", (
+        *(f'block_format="{name}"' for name in ("kv", "int8", "k84v4", "int4")),
+        *(f"exact_entries={count}" for count in (16, 64)),
+        *(f'block_format="int4" exact_entries={count}' for count in (16, 64)),
+    )),
     Choice("what is drawn anew", (_NEVER_ANEW, f"{_NEVER_ANEW} schedule.reread_growth=0",
                                   f"{_NEVER_ANEW} schedule.reread_growth=0 redraw=false")),
     Choice("when", ("schedule.recent_tokens=128", "schedule.recent_tokens=64", "schedule.recent_tokens=16",

@@ -133,6 +133,32 @@ class _WideProduct:
         return go
 
 
+class _TileProduct:
+    """A product of `NativeLinear`."""
+
+    def __init__(
+        self, call: Callable[..., None], threads: int, packed: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        """packed [out / 16, in / 32, 16, 16, 2] bf16, bias [out] fp32."""
+        self._call, self._threads, self._packed, self._bias = call, threads, packed, bias
+        self._inputs, self.num_outputs = packed.shape[1] * 32, packed.shape[0] * 16
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.bfloat16)
+        self.bind(x, out)()
+        return out
+
+    def bind(self, x: torch.Tensor, out: torch.Tensor) -> Bound:
+        """See `plugins.bound.BindsProduct`."""
+        rows, inputs = x.shape
+        assert x.is_contiguous() and x.dtype == out.dtype == self._packed.dtype and inputs == self._inputs
+        bias_at = None if self._bias is None else self._bias.data_ptr()
+        return bound(
+            self._call, x.data_ptr(), self._packed.data_ptr(), bias_at, out.data_ptr(), rows, inputs, self.num_outputs,
+            self._threads, alive=(x, out, self),
+        )  # fmt: skip
+
+
 class NativeLinear:
     """`plugins.linear.params.LinearForm` on AMX tiles. A row's bits depend on nothing but the row."""
 
@@ -152,18 +178,7 @@ class NativeLinear:
         outputs, inputs = weight.shape
         if inputs % 32 or outputs % 16:
             return self._other.linear(weight, bias)
-        packed, wide = pack(weight), None if bias is None else bias.float()
-        call, threads = self._linear, self._threads
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            assert x.is_contiguous() and x.dtype == packed.dtype and x.shape[1] == inputs
-            rows = x.shape[0]
-            out = torch.empty((rows, outputs), dtype=torch.bfloat16)
-            bias_at = None if wide is None else wide.data_ptr()
-            call(x.data_ptr(), packed.data_ptr(), bias_at, out.data_ptr(), rows, inputs, outputs, threads)
-            return out
-
-        return product
+        return _TileProduct(self._linear, self._threads, pack(weight), None if bias is None else bias.float())
 
     def logits(self, table: Weight) -> Product:
         if isinstance(table, Int8Weight) or table.dtype != torch.bfloat16:
