@@ -6,6 +6,7 @@ What a form has no kernel for it leaves to the next: AMX tiles, vector registers
 from __future__ import annotations
 
 import ctypes
+import threading
 from pathlib import Path
 
 import torch
@@ -29,9 +30,9 @@ def library(flags: tuple[str, ...] = (), levels: tuple[Level, ...] = ("amx",)) -
 
 
 def pack_int8(codes: torch.Tensor) -> torch.Tensor:
-    """[out, in] int8 -> [out / 16, in, 16], in the order they are read."""
+    """[out, in] int8 -> [out / 16, in / 2, 16, 2]: pairs of inputs, in the order they are read."""
     outputs, inputs = codes.shape
-    return codes.view(outputs // 16, 16, inputs).transpose(1, 2).contiguous()
+    return codes.view(outputs // 16, 16, inputs // 2, 2).transpose(1, 2).contiguous()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -46,6 +47,19 @@ def wide_library(flags: tuple[str, ...] = (), levels: tuple[Level, ...] = ("port
     return native_levels.level_library("linear_wide", kernel, levels, flags=flags)
 
 
+class _Room(threading.local):
+    """Memory in which the kernel holds x as it multiplies it. Kept: to ask for it takes longer than to fill it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def for_values(self, count: int) -> int:
+        """Address of `count` floats, of this thread alone."""
+        if self._memory.numel() < count:
+            self._memory = torch.empty(count)
+        return self._memory.data_ptr()
+
+
 class WideLinear:
     """`plugins.linear.params.LinearForm` for bf16 and INT8 weights. A row's bits depend on the level and the row."""
 
@@ -56,9 +70,9 @@ class WideLinear:
             getattr(lib, f"{name}_{chosen}") for name in (_WIDE_ENTRY, "commitkv_wide_logits")
         )
         self._linear.restype = self._logits.restype = None
-        self._linear.argtypes = (*(_POINTER,) * 5, _CODE, *(_SIZE,) * 3, _CODE)
-        self._logits.argtypes = (*(_POINTER,) * 4, *(_SIZE,) * 3, _CODE)
-        self._threads = num_threads
+        self._linear.argtypes = (*(_POINTER,) * 6, _CODE, *(_SIZE,) * 3, _CODE)
+        self._logits.argtypes = (*(_POINTER,) * 5, _CODE, *(_SIZE,) * 3, _CODE)
+        self._threads, self._room = num_threads, _Room()
         self._other = TorchLinear()
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Product:
@@ -69,16 +83,17 @@ class WideLinear:
         scale = weight.scale if isinstance(weight, Int8Weight) else None
         packed = pack(dense) if scale is None else pack_int8(dense)
         wide = None if bias is None else bias.float()
-        call, threads = self._linear, self._threads
+        call, threads, room = self._linear, self._threads, self._room
 
         def product(x: torch.Tensor) -> torch.Tensor:
             assert x.is_contiguous() and x.shape[1] == inputs and x.dtype in (torch.bfloat16, torch.float32)
-            out, wide_x = torch.empty((x.shape[0], outputs), dtype=x.dtype), x.float()
+            rows = x.shape[0]
+            out = torch.empty((rows, outputs), dtype=x.dtype)
             scale_at = None if scale is None else scale.data_ptr()
             bias_at = None if wide is None else wide.data_ptr()
             call(
-                wide_x.data_ptr(), packed.data_ptr(), scale_at, bias_at, out.data_ptr(), DTYPE_CODES[x.dtype],
-                x.shape[0], inputs, outputs, threads,
+                x.data_ptr(), packed.data_ptr(), scale_at, bias_at, out.data_ptr(), room.for_values(rows * inputs),
+                DTYPE_CODES[x.dtype], rows, inputs, outputs, threads,
             )  # fmt: skip
             return out
 
@@ -90,18 +105,17 @@ class WideLinear:
         if dense.dtype not in (torch.bfloat16, torch.int8) or inputs % 32 or vocab < 4 or not dense.is_contiguous():
             return self._other.logits(table)
         scale = table.scale if isinstance(table, Int8Weight) else None
-        call, threads = self._logits, self._threads
+        call, threads, room = self._logits, self._threads, self._room
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            assert x.shape[1] == inputs
-            rows = x.shape[0]
-            wide = x.float()
-            if scale is None:
-                wide = wide.view(rows, inputs // 2, 2).transpose(1, 2)
-            wide = wide.contiguous()
+            assert x.shape[1] == inputs and x.dtype in (torch.bfloat16, torch.float32)
+            x, rows = x.contiguous(), x.shape[0]
             out = torch.empty((rows, vocab))
             scale_at = None if scale is None else scale.data_ptr()
-            call(wide.data_ptr(), dense.data_ptr(), scale_at, out.data_ptr(), rows, inputs, vocab, threads)
+            call(
+                x.data_ptr(), dense.data_ptr(), scale_at, out.data_ptr(), room.for_values(rows * inputs),
+                DTYPE_CODES[x.dtype], rows, inputs, vocab, threads,
+            )  # fmt: skip
             return out
 
         return product
