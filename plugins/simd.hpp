@@ -110,12 +110,17 @@ COMMITKV_INLINE __m256 fold(vf x) {
   return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_castps512_ps256(_mm512_shuffle_f32x4(x, x, 0xee)));
 }
 
+// out[i] = sum of lanes i, i + 4, ...
+COMMITKV_INLINE void fold4(vf x, float *out) {
+  const __m256 half = fold(x);
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+
 // out[i] = sum of the lanes of x_i.
 COMMITKV_INLINE void reduce4(vf a, vf b, vf c, vf d, float *out) {
   const vf ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   const vf cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const __m256 half = fold(_mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+  fold4(_mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee)), out);
 }
 
 // out[j * stride + i] = rows[i][j] for i, j < W.
@@ -135,6 +140,39 @@ COMMITKV_INLINE void transpose(vf *r, float *out, int64_t stride) {
     store(out + (i + 8) * stride, _mm512_shuffle_f32x4(a, c, 0xdd));
     store(out + (i + 12) * stride, _mm512_shuffle_f32x4(b, d, 0xdd));
   }
+}
+
+// 2 W integers of 16 bits, or W of 32.
+typedef __m512i vi;
+
+COMMITKV_INLINE vi zero_i() { return _mm512_setzero_si512(); }
+COMMITKV_INLINE vi load_i16(const int16_t *p) { return _mm512_loadu_si512(p); }
+COMMITKV_INLINE vi load_i8_as_i16(const int8_t *p) {
+  return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p));
+}
+// The two integers at p, over and over.
+COMMITKV_INLINE vi load_pair(const int16_t *p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return _mm512_set1_epi32(pair);
+}
+// sum + a b, products of two neighbours added up. Written out, since compilers that know it for an addition add up
+// products first and then run out of registers.
+COMMITKV_INLINE vi add_products(vi a, vi b, vi sum) {
+  asm("vpaddd %1, %0, %0" : "+v"(sum) : "v"(_mm512_madd_epi16(a, b)));
+  return sum;
+}
+COMMITKV_INLINE vf to_float(vi x) { return _mm512_cvtepi32_ps(x); }
+// In turn the sums of four lanes of a, b, c and d; `fold4` adds up those of each.
+COMMITKV_INLINE vi add_neighbours(vi a, vi b, vi c, vi d) {
+  const vi ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const vi cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
+// Nearest integers of a, then of b; what 16 bits cannot hold becomes the nearest that they can.
+COMMITKV_INLINE void store_i16(int16_t *p, vf a, vf b) {
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(a)));
+  _mm256_storeu_si256((__m256i *)(p + W), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(b)));
 }
 
 #elif defined(__AVX2__)
@@ -186,14 +224,21 @@ COMMITKV_INLINE vf load_u4_low(const uint8_t *p) {
 COMMITKV_INLINE vf load_u4_high(const uint8_t *p) { return _mm256_cvtepi32_ps(_mm256_srli_epi32(load_bytes(p), 4)); }
 COMMITKV_INLINE void store_f16(uint16_t *p, vf x) { _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x, 0)); }
 COMMITKV_INLINE void store_bf16(uint16_t *p, vf x) {
-  float lanes[8];
-  store(lanes, x);
-  for (int i = 0; i < 8; ++i) p[i] = float_to_bf16(lanes[i]);
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  const __m256i kept = _mm256_srli_epi32(_mm256_blendv_epi8(up, quiet, nan), 16);
+  _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(kept), _mm256_extracti128_si256(kept, 1)));
+}
+
+COMMITKV_INLINE void fold4(vf x, float *out) {
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 }
 
 COMMITKV_INLINE void reduce4(vf a, vf b, vf c, vf d, float *out) {
-  const vf sums = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
-  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1)));
+  fold4(_mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d)), out);
 }
 
 COMMITKV_INLINE void transpose(vf *r, float *out, int64_t stride) {
@@ -208,6 +253,31 @@ COMMITKV_INLINE void transpose(vf *r, float *out, int64_t stride) {
     store(out + i * stride, _mm256_permute2f128_ps(t[i], t[i + 4], 0x20));
     store(out + (i + 4) * stride, _mm256_permute2f128_ps(t[i], t[i + 4], 0x31));
   }
+}
+
+typedef __m256i vi;
+
+COMMITKV_INLINE vi zero_i() { return _mm256_setzero_si256(); }
+COMMITKV_INLINE vi load_i16(const int16_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+COMMITKV_INLINE vi load_i8_as_i16(const int8_t *p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)); }
+COMMITKV_INLINE vi load_pair(const int16_t *p) {
+  int32_t pair;
+  std::memcpy(&pair, p, 4);
+  return _mm256_set1_epi32(pair);
+}
+COMMITKV_INLINE vi add_products(vi a, vi b, vi sum) {
+  asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(_mm256_madd_epi16(a, b)));
+  return sum;
+}
+COMMITKV_INLINE vf to_float(vi x) { return _mm256_cvtepi32_ps(x); }
+COMMITKV_INLINE vi add_neighbours(vi a, vi b, vi c, vi d) {
+  const vi ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+  const vi cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+  return _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
+}
+COMMITKV_INLINE void store_i16(int16_t *p, vf a, vf b) {
+  const vi both = _mm256_packs_epi32(_mm256_cvtps_epi32(a), _mm256_cvtps_epi32(b));  // lanes of 128 bits in turn
+  _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(both, 0xd8));
 }
 
 #else

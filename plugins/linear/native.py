@@ -6,6 +6,7 @@ What a form has no kernel for it leaves to the next: AMX tiles, vector registers
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,9 +32,9 @@ def library(flags: tuple[str, ...] = (), levels: tuple[Level, ...] = ("amx",)) -
 
 
 def pack_int8(codes: torch.Tensor) -> torch.Tensor:
-    """[out, in] int8 -> [out / 16, in, 16], in the order they are read."""
+    """[out, in] int8 -> [out / 16, in / 2, 16, 2]: pairs of inputs, in the order they are read."""
     outputs, inputs = codes.shape
-    return codes.view(outputs // 16, 16, inputs).transpose(1, 2).contiguous()
+    return codes.view(outputs // 16, 16, inputs // 2, 2).transpose(1, 2).contiguous()
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -48,6 +49,19 @@ def wide_library(flags: tuple[str, ...] = (), levels: tuple[Level, ...] = ("port
     return native_levels.level_library("linear_wide", kernel, levels, flags=flags)
 
 
+class _Room(threading.local):
+    """Memory in which the kernel holds x as it multiplies it. Kept: to ask for it takes longer than to fill it."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def for_values(self, count: int) -> torch.Tensor:
+        """At least `count` floats, of this thread alone."""
+        if self._memory.numel() < count:
+            self._memory = torch.empty(count)
+        return self._memory
+
+
 class WideLinear:
     """`plugins.linear.params.LinearForm` for bf16 and INT8 weights. A row's bits depend on the level and the row."""
 
@@ -58,9 +72,9 @@ class WideLinear:
             getattr(lib, f"{name}_{chosen}") for name in (_WIDE_ENTRY, "commitkv_wide_logits")
         )
         self._linear.restype = self._logits.restype = None
-        self._linear.argtypes = (*(_POINTER,) * 5, _CODE, *(_SIZE,) * 3, _CODE)
-        self._logits.argtypes = (*(_POINTER,) * 4, *(_SIZE,) * 3, _CODE)
-        self._threads = num_threads
+        self._linear.argtypes = (*(_POINTER,) * 6, _CODE, *(_SIZE,) * 3, _CODE)
+        self._logits.argtypes = (*(_POINTER,) * 5, _CODE, *(_SIZE,) * 3, _CODE)
+        self._threads, self._room = num_threads, _Room()
         self._other = TorchLinear()
 
     def linear(self, weight: Weight, bias: torch.Tensor | None) -> Product:
@@ -71,7 +85,7 @@ class WideLinear:
         scale = weight.scale if isinstance(weight, Int8Weight) else None
         packed = pack(dense) if scale is None else pack_int8(dense)
         wide = None if bias is None else bias.float()
-        return _WideProduct(self._linear, self._threads, (inputs, outputs), (packed, scale, wide))
+        return _WideProduct(self._linear, self._threads, self._room, (inputs, outputs), (packed, scale, wide))
 
     def logits(self, table: Weight) -> Product:
         dense = table.codes if isinstance(table, Int8Weight) else table
@@ -79,18 +93,17 @@ class WideLinear:
         if dense.dtype not in (torch.bfloat16, torch.int8) or inputs % 32 or vocab < 4 or not dense.is_contiguous():
             return self._other.logits(table)
         scale = table.scale if isinstance(table, Int8Weight) else None
-        call, threads = self._logits, self._threads
+        call, threads, room = self._logits, self._threads, self._room
 
         def product(x: torch.Tensor) -> torch.Tensor:
-            assert x.shape[1] == inputs
-            rows = x.shape[0]
-            wide = x.float()
-            if scale is None:
-                wide = wide.view(rows, inputs // 2, 2).transpose(1, 2)
-            wide = wide.contiguous()
-            out = torch.empty((rows, vocab))
+            assert x.shape[1] == inputs and x.dtype in (torch.bfloat16, torch.float32)
+            x, rows = x.contiguous(), x.shape[0]
+            out, work = torch.empty((rows, vocab)), room.for_values(rows * inputs)
             scale_at = None if scale is None else scale.data_ptr()
-            call(wide.data_ptr(), dense.data_ptr(), scale_at, out.data_ptr(), rows, inputs, vocab, threads)
+            call(
+                x.data_ptr(), dense.data_ptr(), scale_at, out.data_ptr(), work.data_ptr(), DTYPE_CODES[x.dtype],
+                rows, inputs, vocab, threads,
+            )  # fmt: skip
             return out
 
         return product
@@ -103,11 +116,12 @@ class _WideProduct:
         self,
         call: Callable[..., None],
         threads: int,
+        room: _Room,
         shape: tuple[int, int],
         weight: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None],
     ) -> None:
         """shape: inputs, outputs.   weight: packed; scales of INT8; bias in fp32."""
-        self._call, self._threads, self._weight = call, threads, weight
+        self._call, self._threads, self._room, self._weight = call, threads, room, weight
         self._inputs, self.num_outputs = shape
         self._addresses = tuple(None if part is None else part.data_ptr() for part in weight)
 
@@ -117,20 +131,14 @@ class _WideProduct:
         return out
 
     def bind(self, x: torch.Tensor, out: torch.Tensor) -> Bound:
-        """See `plugins.bound.BindsProduct`."""
+        """See `plugins.bound.BindsProduct`; on the thread that is to call it."""
         rows, inputs = x.shape
         assert x.is_contiguous() and inputs == self._inputs and x.dtype in (torch.bfloat16, torch.float32)
-        wide = x.float()
-        run = bound(
-            self._call, wide.data_ptr(), *self._addresses, out.data_ptr(), DTYPE_CODES[x.dtype], rows, inputs,
-            self.num_outputs, self._threads, alive=(x, wide, out, self),
+        work = self._room.for_values(rows * inputs)
+        return bound(
+            self._call, x.data_ptr(), *self._addresses, out.data_ptr(), work.data_ptr(), DTYPE_CODES[x.dtype], rows,
+            inputs, self.num_outputs, self._threads, alive=(x, work, out, self),
         )  # fmt: skip
-
-        def go():
-            wide.copy_(x)
-            run()
-
-        return go
 
 
 class _TileProduct:

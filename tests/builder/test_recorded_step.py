@@ -35,7 +35,9 @@ def make_engine(tmp_path: Path) -> MakeEngine:
             save_tiny_model(tmp_path / family, family)
             dtypes = ["--dtype", "bf16", *(["--weight-dtype", "int8"] if weights == "int8" else [])]
             assert build(["--model", str(tmp_path / family), "--output", str(output), *dtypes]) == 0
-        return load_engine(output, RuntimeConfig(kv_memory_bytes=64 << 20, num_threads=threads), verify=False)
+        # With a thread that writes commits, the order of steps would depend on its time.
+        config = RuntimeConfig(kv_memory_bytes=64 << 20, num_threads=threads, background_commits=False)
+        return load_engine(output, config, verify=False)
 
     return make
 

@@ -75,12 +75,12 @@ def linear_wide(lib: ctypes.CDLL) -> None:
 
 
 def run_linear(form: LinearForm) -> None:
-    for outputs, inputs in ((16, 32), (48, 64), (576, 96)):
+    for outputs, inputs in ((16, 32), (48, 64), (576, 96), (80, 416)):
         dense = torch.randn(outputs, inputs).bfloat16()
         for weight in (dense, Int8Weight.of(dense)):
             bias = torch.randn(outputs).bfloat16()
             products = form.linear(weight, bias), form.linear(weight, None), form.logits(weight)
-            for rows in (0, 1, 2, 15, 16, 17, 33, 70):
+            for rows in (0, 1, 2, 3, 15, 16, 17, 33, 70):
                 for product in products:
                     product(torch.randn(rows, inputs).bfloat16())
 
