@@ -18,8 +18,8 @@ namespace COMMITKV_LEVEL {
 
 #if defined(__AVX2__)
 
-// At most GROUP * 2^15 * 2^7 < 2^30: no sum of a group leaves 32 bits.
-constexpr int64_t GROUP = 192;
+// At most GROUP * 2^15 * 2^7 = 2^29: no sum of a group leaves 32 bits.
+constexpr int64_t GROUP = 128;
 
 struct Int8Rows {
   static constexpr int64_t BLOCK_BYTES = 16;  // of 16 outputs per input

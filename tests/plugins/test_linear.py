@@ -37,7 +37,7 @@ def make_forms(threads: int) -> dict[str, LinearForm]:
 FORMS: dict[str, LinearForm] = {"torch": TorchLinear(), **make_forms(2)}
 STEP = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 # Levels that multiply INT8 weights with x as 16-bit integers, one unit for every GROUP inputs (cpu_int8.hpp).
-INTEGER_LEVELS, GROUP = {"avx2", "avx512"}, 192
+INTEGER_LEVELS, GROUP = {"avx2", "avx512"}, 128
 
 
 def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
