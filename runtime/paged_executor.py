@@ -189,7 +189,7 @@ class PagedExecutor(ABC):
         self._decided = (plan, decision)
         new_kept, alive = decision.staged_keep.sum(dim=1), decision.alive.sum(dim=1)
         return LineResult(
-            decision.line, int32(new_kept.tolist()), int32(alive.tolist()), int32(map(int, decision.repooled))
+            float(decision.line), int32(new_kept.tolist()), int32(alive.tolist()), int32(map(int, decision.repooled))
         )
 
     def publish(self, plan: PublishPlan) -> PublishResult:

@@ -92,7 +92,7 @@ class Trace:
             for row in range(len(fates))
         ]
         self._pending = {
-            "type": "commit", "handle": handle, "line": decision.line if math.isfinite(decision.line) else None,
+            "type": "commit", "handle": handle, "line": float(decision.line) if math.isfinite(decision.line) else None,
             "keep_entries": line.keep_entries, "positions": positions, "renewed": renewed,
             "protected": self._manager[handle].protected_ranges(),
             "kept": int(decision.staged_keep.sum()), "bytes_before": self._manager.kv_bytes(handle), "rows": rows,
