@@ -115,7 +115,7 @@ class BenchEngine:
         """A second conversation with the same history, in memory of its own."""
         engine, manager = self._engine, self._engine._manager
         source = engine.conversation(source_name)
-        manager.open_commit.conclude(source.handle)
+        manager.open_commits.conclude(source.handle)
         twin = replace(source, handle=engine._table.take_handle(), conversation_id=name, tokens=list(source.tokens))
         engine._keeper.open(twin, time.monotonic_ns())
         before, after = manager[source.handle], manager[twin.handle]
@@ -161,6 +161,13 @@ class BenchEngine:
         request_id = f"bench-{self._num_requests}"
         self._engine.submit(Request(request_id, text, SamplingParams(max_tokens=max_tokens), name, policy=policy))
         return request_id
+
+    def end_turns(self, names: list[str], message: str) -> None:
+        """Turns of one token, stepped until all are over."""
+        for name in names:
+            self._submit(name, message, 1)
+        while any(self._engine.conversation(name).turn is not None for name in names):
+            self.step()
 
     def hold(self, name: str, prompt_tokens: int, answer_tokens: int) -> None:
         """One turn, and the idle work after it."""

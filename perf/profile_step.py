@@ -25,6 +25,7 @@ from runtime.config import RuntimeConfig
 from runtime.engine import Engine
 from runtime.errors import CommitKVError
 from runtime.executor_torch import TorchExecutor
+from runtime.paged_executor import CommitForms
 from runtime.request import Request, SamplingParams
 from runtime.wiring import load_engine, load_tokenizer
 
@@ -87,8 +88,10 @@ def watch_engine(engine: Engine) -> Stopwatch:
     assert isinstance(executor, TorchExecutor)
     decoder: Any = executor._decoder
     decoder.model = _TimedModel(decoder.model, watch)
-    for name in ("run", "probe", "draw_line", "publish"):
+    for name in ("run", "probe"):
         setattr(executor, name, watch.wrap(name, getattr(executor, name)))
+    forms = executor._commit_forms
+    executor._commit_forms = CommitForms(*(watch.wrap(n, getattr(forms, n)) for n in ("draw_line", "publish")))
     engine.step = watch.wrap("step", engine.step)  # type: ignore[method-assign]
     return watch
 

@@ -262,7 +262,7 @@ class Checkpoints(CheckpointHook):
 
     def _copy_out(self, conversation: Conversation) -> None:
         """Its text alone where the queue has no room, so that no older checkpoint is taken for the newest."""
-        self._manager.open_commit.conclude(conversation.handle)
+        self._manager.open_commits.conclude(conversation.handle)
         del self._changed[conversation.handle]
         kv = self._manager[conversation.handle]
         num_bytes = self._manager.kv_bytes(conversation.handle)

@@ -23,10 +23,10 @@ def make_line_plan(handle: int, kv: ConversationKv, num_layers: int, pressure: f
     num_exact = len(slots)
     positions = int32([-1] * num_exact)
     for page in kv.staged_pages():
-        first = page.page_id * kv.page_tokens
-        loose = [(first + i, p) for i, p in enumerate(page.positions) if not kv.is_protected(p)]
-        slots.extend(slot for slot, _ in loose)
-        positions.extend(p for _, p in loose)
+        shift = page.page_id * kv.page_tokens - page.positions[0]  # a staged page holds consecutive tokens
+        loose = kv.loose_positions(page)
+        slots.extend([shift + p for p in loose])
+        positions.extend(loose)
     policy = kv.policy.at_commit(kv.num_commits)
     quotas = _layer_quotas(policy, kv, len(slots) - num_exact, num_layers)
     if policy.share == "head":
@@ -264,7 +264,7 @@ def _protected_in_staged(kv: ConversationKv) -> tuple[list[int], list[int]]:
     """Slots and positions of protected tokens that sit in staged pages."""
     slots: list[int] = []
     positions: list[int] = []
-    for page in kv.staged_pages():
+    for page in filter(kv.holds_protected, kv.staged_pages()):
         for offset, position in enumerate(page.positions):
             if kv.is_protected(position):
                 slots.append(page.page_id * kv.page_tokens + offset)

@@ -141,8 +141,8 @@ class RuntimeConfig:
     id_salt_file: secret of at least 16 bytes that signs conversation ids, see `runtime.serving.identity`; "": none.
     num_threads: threads of the CPU executor; 0: one per core.
     device: "cpu", or "cuda" for the first GPU that the process sees.
-    background_commits: the CPU executor's commits are written by a thread of low priority while steps of others run;
-        False: between steps.
+    background_commits: the CPU executor's commits are drawn and written by a thread of low priority while steps of
+        others run; False: between steps.
     trace_file: a new file for a record of every commit, see `runtime.trace`; "": none.
     checkpoint_url: folder or fsspec URL that keeps conversations between turns, see `runtime.checkpoints`; "": none.
     checkpoint_wait_s: a turn's last event waits so long, at most, until the turn is written, so that no crash loses

@@ -37,8 +37,8 @@ from runtime.upkeep import Upkeep
 Peeked = TypeVar("Peeked")
 Work = StepWork | Starved | ProbeWork | CommitWork
 
-# An engine with nothing else to do looks so often whether a commit is written, should nobody tell it.
-WRITING_WAIT_S = 0.2
+# An engine with nothing else to do looks so often whether a commit can go on, should nobody tell it.
+COMMIT_WAIT_S = 0.2
 
 
 class Engine:
@@ -67,8 +67,9 @@ class Engine:
         self._maintenance = Maintenance(manager, self._table.by_handle, probe, parts.config.watermark)
         self._lock = threading.RLock()
         self._upkeep = Upkeep(parts, self._maintenance, self._keeper, self._figures, self._lock, clock_ns)
-        self._scheduler.can_compress = lambda: self._upkeep.is_writing or self._maintenance.can_compress()
+        self._scheduler.can_compress = lambda: self._upkeep.is_committing or self._maintenance.can_compress()
         self._arrivals = threading.Event()  # set by submit and cancel: a running probe gives way
+        self._upkeep.told = self._arrivals.set
         self._idle = True
         self._checkpoints.attach(self._arrivals.set)
 
@@ -235,13 +236,13 @@ class Engine:
         started = self._clock_ns()
         with self._lock:
             self._arrivals.clear()
-            self._upkeep.settle_written()
+            self._upkeep.advance()
             self._keeper.end_expired(started)
             written = self._checkpoints.between_steps(self._keeper.make_room, self._scheduler.evictor.drop)
             ended = [*written, *self._retell(), *self._reap()]
             work = None if ended else self._plan()
             self._keeper.release_dropped()
-            self._idle = work is None and not ended and not self._upkeep.is_writing
+            self._idle = work is None and not ended and not self._upkeep.is_committing
         self._figures.manager_ns += self._clock_ns() - started
         match work:
             case StepWork():
@@ -249,11 +250,11 @@ class Engine:
             case ProbeWork():
                 self._upkeep.probe(work, self._arrivals.is_set)
             case CommitWork():
-                self._upkeep.commit(work, self._arrivals.set)
+                self._upkeep.commit(work)
             case Starved():
                 return self._relieve(work), True
-            case None if self._upkeep.is_writing and not ended:
-                self._arrivals.wait(WRITING_WAIT_S)
+            case None if self._upkeep.is_committing and not ended:
+                self._arrivals.wait(COMMIT_WAIT_S)
         return ended, not self._idle
 
     def _plan(self) -> Work | None:
@@ -341,7 +342,7 @@ class Engine:
         if isinstance(work, ProbeWork):
             self._upkeep.probe(work, self._arrivals.is_set)
         elif work is not None:
-            self._upkeep.commit(work, self._arrivals.set)
+            self._upkeep.commit(work)
         return []
 
     def _fail(self, conversation: Conversation, error: Exception) -> list[Event]:

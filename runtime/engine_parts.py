@@ -17,7 +17,8 @@ from runtime.step import Executor
 class EngineParts:
     """What the wiring puts together: the device half, the text side, and who watches them.
 
-    commit_worker: writes commits beside steps, for executors that let another thread do so; None: between steps.
+    commit_worker: draws and writes commits beside steps, for executors that let another thread do so; None: between
+        steps.
     """
 
     spec: ModelSpec

@@ -310,19 +310,20 @@ class CommitKVCache(RoutedCache):
 
     def _commit(self, work: CommitWork) -> bool:
         """False, with nothing changed, where there is no room to write the new blocks."""
-        line = self._executor.draw_line(work.plan)
+        (plan,) = work.plans
+        (line,) = self._executor.draw_lines(work.plans)
         try:
-            reservation = self._manager.reserve_publish(work.plan, line)
+            reservation = self._manager.reserve_publish(plan, line)
         except OutOfMemoryError:
             self._maintenance.commit_failed()
             return False
         try:
-            self._executor.publish(reservation.plan)
+            self._executor.publish(reservation.plan, line)
         except BaseException:
             self._manager.cancel_commit(reservation)
             raise
         self._release(self._manager.settle_commit(reservation))
-        _, replaced = self._maintenance.committed(work.plan.handle)
+        _, replaced = self._maintenance.committed(plan.handle)
         if replaced is not None:
             self._release(replaced)
         return True

@@ -20,7 +20,7 @@ from runtime.page_pool import ByteBudget, IdPool
 from runtime.policy.base import Policy
 from runtime.policy.check import check_engine, check_model
 from runtime.request import KvStats
-from runtime.reservations import CommitReservation, Freed, OpenCommit, RowReservation
+from runtime.reservations import CommitReservation, Freed, OpenCommits, RowReservation
 from runtime.shared_prefix import SharedPrefixes
 from runtime.step import LinePlan, LineResult, int32
 
@@ -68,7 +68,7 @@ class KvManager:
         }
         self._conversations: dict[int, ConversationKv] = {}
         self.shared = SharedPrefixes(limits.page_tokens)
-        self.open_commit = OpenCommit()
+        self.open_commits = OpenCommits()
         self._scratch_pages = 0
 
     def _pool(self, item_bytes: int, most: int | None) -> IdPool:
@@ -113,7 +113,7 @@ class KvManager:
 
     def release(self, handle: int) -> Freed:
         """Frees everything a conversation holds that nobody shares, and its twin."""
-        self.open_commit.conclude(handle)
+        self.open_commits.conclude(handle)
         page_ids = self.drop_twin(handle).page_ids
         kv = self._conversations.pop(handle)
         for state in State:
@@ -136,7 +136,7 @@ class KvManager:
     def reset(self, handle: int) -> Freed:
         """Frees the cache of a conversation that goes on; protected positions, the prefix that it may share and the
         peak are remembered."""
-        self.open_commit.conclude(handle)
+        self.open_commits.conclude(handle)
         before = self._conversations[handle]
         prefix = self.shared.prefix(handle)
         freed = self.release(handle)
@@ -153,7 +153,7 @@ class KvManager:
 
         Of a page that is shared nothing can be undone alone: fewer tokens are left then, up to its start.
         """
-        self.open_commit.conclude(handle)
+        self.open_commits.conclude(handle)
         kv = self._conversations[handle]
         num_shared = len(self.shared.held(handle))
         if num_tokens < num_shared * self.page_tokens:
@@ -217,7 +217,7 @@ class KvManager:
 
     def drop_twin(self, handle: int) -> Freed:
         """Gives up a twin, if there is one."""
-        self.open_commit.conclude(handle)
+        self.open_commits.conclude(handle)
         if handle < 0 or twin_of(handle) not in self:
             return Freed(int32())
         return self.release(twin_of(handle))
@@ -248,7 +248,7 @@ class KvManager:
 
     def reserve_rows(self, handle: int, num_tokens: int) -> RowReservation:
         """Slots for new tokens. Raises OutOfMemoryError with nothing changed."""
-        self.open_commit.conclude(handle)
+        self.open_commits.conclude(handle)
         kv = self._conversations[handle]
         in_tail = min(num_tokens, kv.tail_room)
         new_ids = self._pages.take(-(-(num_tokens - in_tail) // self.page_tokens))
@@ -261,7 +261,7 @@ class KvManager:
 
     def reserve_scratch(self, handle: int, num_tokens: int) -> RowReservation:
         """Slots for rows that are read once and forgotten, in pages of their own."""
-        self.open_commit.conclude(handle)
+        self.open_commits.conclude(handle)
         kv = self._conversations[handle]
         new_ids = self._pages.take(-(-num_tokens // self.page_tokens))
         self._scratch_pages += len(new_ids)
@@ -299,7 +299,7 @@ class KvManager:
         The tail page, compacted pages and wholly protected ones stay. Nothing happens below `min_tokens`.
         only: positions of first tokens of the pages that may be staged; None: all.
         """
-        self.open_commit.conclude(handle)
+        self.open_commits.conclude(handle)
         kv = self._conversations[handle]
         schedule = kv.policy.schedule
         if not kv.policy.compresses or kv.num_tokens < schedule.min_tokens:
@@ -322,7 +322,7 @@ class KvManager:
 
     def plan_commit(self, handle: int) -> LinePlan | None:
         """First half of a commit of everything staged; None if there is nothing to do."""
-        self.open_commit.conclude(handle)
+        self.open_commits.conclude(handle)
         kv = self._conversations[handle]
         return make_line_plan(handle, kv, self.spec.num_layers, self.pressure) if kv.commit_due else None
 
@@ -338,12 +338,10 @@ class KvManager:
             pool.give(block_ids)
             raise
         publish = draft.publish_plan(kv, plan, block_ids, page_ids)
-        self.open_commit.handle = plan.handle
         return CommitReservation(plan.handle, publish, draft, block_ids, page_ids)
 
     def settle_commit(self, reservation: CommitReservation) -> Freed:
         """The commit was published: swap tables, then free staged pages and dissolved blocks."""
-        self.open_commit.handle = None
         kv = self._conversations[reservation.handle]
         kv.peak_bytes = max(kv.peak_bytes, self._bytes_during(reservation))
         policy = kv.policy.at_commit(kv.num_commits)
@@ -356,7 +354,6 @@ class KvManager:
 
     def cancel_commit(self, reservation: CommitReservation) -> None:
         """It was not published."""
-        self.open_commit.handle = None
         self._blocks[self[reservation.handle].blocks.format].give(reservation.new_block_ids)
         self._pages.give(reservation.new_page_ids)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from runtime.lifecycle import Ledger, State
@@ -104,8 +104,15 @@ class ConversationKv:
             ranges.append((start, end))
         return ranges
 
-    def loose_positions(self, page: Page) -> list[int]:
-        """Positions in `page` that are not protected."""
+    def holds_protected(self, page: Page) -> bool:
+        """Whether a page of consecutive tokens, which no compacted one is, has protected ones."""
+        assert not page.compacted
+        return self._protected.find(1, page.positions[0], page.positions[-1] + 1) >= 0
+
+    def loose_positions(self, page: Page) -> Sequence[int]:
+        """Positions in a page of consecutive tokens that are not protected."""
+        if not self.holds_protected(page):
+            return page.positions
         return [p for p in page.positions if not self.is_protected(p)]
 
     def staged_pages(self) -> Iterator[Page]:

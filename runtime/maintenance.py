@@ -1,4 +1,4 @@
-"""Decides when spans are probed and committed.
+"""Decides when spans are probed and committed. Commits of several conversations that are due together are one batch.
 
 Urgent work runs before the next step: a crossed watermark, the review every N steps, and commits at turn end of
 policies that need no probe. Tokens of a running turn are staged at the watermark, and where the policy has signals,
@@ -11,7 +11,8 @@ was kept whole until then gets its line in another commit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from runtime.conversation import Conversation
 from runtime.cooling import Cooling
@@ -20,7 +21,7 @@ from runtime.lifecycle import Event, State
 from runtime.probing import CommitWork, Prober, ProbeSettings, ProbeWork
 from runtime.renewal import Renewal
 from runtime.reservations import Freed
-from runtime.step import SignalResult
+from runtime.step import LinePlan, SignalResult
 
 OVERDUE_SPANS = 2
 # A commit costs about a step; at the watermark it should free more than one page.
@@ -29,6 +30,8 @@ WATERMARK_MIN_PAGES = 4
 PRESSED = 0.5
 # Tokens that a step allows to be re-read then, at least, and pieces that may add up.
 LEAST_ALLOWED, MOST_PIECES = 32, 2
+# Commits of one batch: planning one, and finding it room, takes milliseconds each in which no step runs.
+MOST_COMMITS = 8
 
 
 class Maintenance:
@@ -77,7 +80,7 @@ class Maintenance:
             work = self.reclaim(WATERMARK_MIN_PAGES)
             if work is not None:
                 return work
-        work = self._first(filter(self._is_due_at_turn_end, self._at_rest()))
+        work = self._commits(filter(self._is_due_at_turn_end, self._at_rest()))
         return work or self._compress_beside() or self._review()
 
     def _compress_beside(self) -> ProbeWork | CommitWork | None:
@@ -93,14 +96,11 @@ class Maintenance:
 
     def compress(self) -> ProbeWork | CommitWork | None:
         """Re-reads or commits what has been staged, of idle conversations first; None if nothing can be done."""
-        for conversation in sorted(self._at_rest(), key=lambda c: c.turn is not None):
-            if conversation.policy.probe:
-                work = self._next_probe(conversation, urgent=True) or self._first([conversation])
-                if work is not None:
-                    self._futile = False
-                    return work
-        self._futile = not self._manager.open_commit.is_open  # more can be done once that is settled
-        return None
+        by_idleness = sorted(self._at_rest(), key=lambda c: c.turn is not None)
+        work = self._read_or_commit([c for c in by_idleness if c.policy.probe], self._unread)
+        # Else more can be done once commits that are under way are settled.
+        self._futile = work is None and not self._manager.open_commits
+        return work
 
     def can_compress(self) -> bool:
         """Whether `compress` has something to do; not where it found no room for that when it was tried last."""
@@ -119,35 +119,62 @@ class Maintenance:
             return None
         if all(conversation.turn is None for conversation in self._conversations.values()):
             return None  # nobody is held up: idle work reads first and commits then
-        for conversation in self._at_rest():
-            schedule = conversation.policy.schedule
-            num_staged = self._manager[conversation.handle].num_staged
-            if schedule.every_steps == 0 or num_staged < schedule.span_tokens:
-                continue
-            if num_staged >= OVERDUE_SPANS * schedule.span_tokens:
-                work: ProbeWork | CommitWork | None = self._first([conversation])
-            elif self._num_steps % schedule.every_steps == 0:
-                probe = None if self._renewal.awaits(conversation) else self._next_probe(conversation, urgent=True)
-                work = probe or self._first([conversation])
-            else:
-                continue
+        staged = [(c, self._staged_spans(c)) for c in self._at_rest()]
+        work: ProbeWork | CommitWork | None = self._commits(c for c, spans in staged if spans >= OVERDUE_SPANS)
+        if work is None:
+            due = [c for c, spans in staged if 1 <= spans < OVERDUE_SPANS and self._is_review_step(c)]
+            work = self._read_or_commit(due, lambda c: self._unread(c) and not self._renewal.awaits(c))
+        if work is not None:
+            self._reviewed_step = self._num_steps
+        return work
+
+    def _staged_spans(self, conversation: Conversation) -> int:
+        """Spans' worth of staged text of a conversation that is reviewed."""
+        schedule = conversation.policy.schedule
+        return self._manager[conversation.handle].num_staged // schedule.span_tokens if schedule.every_steps else 0
+
+    def _is_review_step(self, conversation: Conversation) -> bool:
+        return self._num_steps % conversation.policy.schedule.every_steps == 0
+
+    def _unread(self, conversation: Conversation) -> bool:
+        """Whether a probe of staged text is due."""
+        return conversation.policy.probe and bool(self._manager[conversation.handle].unprobed)
+
+    def _read_or_commit(
+        self, conversations: list[Conversation], unread: Callable[[Conversation], bool]
+    ) -> ProbeWork | CommitWork | None:
+        """Of the first of them that has something to do: re-reads its text, or commits it, and with it others that have
+        nothing unread. What memory has no room to re-read is committed as it is."""
+        for i, conversation in enumerate(conversations):
+            work: ProbeWork | CommitWork | None = None
+            if unread(conversation):
+                work = self._next_probe(conversation, urgent=True)
+            if work is None and self._manager[conversation.handle].commit_due:
+                others = (c for c in conversations[i + 1 :] if not unread(c))
+                work = self._commits(itertools.chain([conversation], others))
             if work is not None:
-                self._reviewed_step = self._num_steps
                 return work
         return None
 
     def reclaim(self, min_pages: int = 1) -> CommitWork | None:
-        """Stages what it may and commits the conversation with most to give; None if none has `min_pages`."""
-        best: Conversation | None = None
-        best_staged = min_pages * self._manager.page_tokens - 1
+        """Stages what it may, and commits the conversations with most to give, as many as should bring memory below the
+        watermark; None if none has `min_pages`."""
+        manager = self._manager
+        staged: list[tuple[int, Conversation]] = []
         for conversation in self._at_rest():
-            if not conversation.policy.schedule.at_watermark:
-                continue
-            self._manager.stage(conversation.handle, Event.WATERMARK, self._pages_to_commit(conversation))
-            num_staged = self._manager[conversation.handle].num_staged
-            if num_staged > best_staged:
-                best, best_staged = conversation, num_staged
-        return self._first([best] if best else [])
+            if conversation.policy.schedule.at_watermark:
+                manager.stage(conversation.handle, Event.WATERMARK, self._pages_to_commit(conversation))
+                num_staged = manager[conversation.handle].num_staged
+                if num_staged >= min_pages * manager.page_tokens:
+                    staged.append((num_staged, conversation))
+        above = manager.budget.used_bytes - self._watermark * manager.budget.total_bytes
+        chosen: list[Conversation] = []
+        for num_staged, conversation in sorted(staged, key=lambda one: -one[0]):
+            if chosen and above <= 0:
+                break
+            chosen.append(conversation)
+            above -= num_staged / manager.page_tokens * manager.page_layout.page_bytes
+        return self._commits(chosen)
 
     def _pages_to_commit(self, conversation: Conversation) -> set[int]:
         """First positions of the oldest active pages: so many as a commit has room to write out before it frees them.
@@ -181,7 +208,7 @@ class Maintenance:
             if work is not None:
                 return work
             if conversation.policy.schedule.on_idle and self._manager[conversation.handle].commit_due:
-                commit = self._first([conversation])
+                commit = self._commits([conversation])
                 if commit is not None:
                     return commit
         return None
@@ -200,27 +227,45 @@ class Maintenance:
         return self._renewal.settle(handle)
 
     def _at_rest(self) -> Iterator[Conversation]:
-        """Conversations of which no commit is being written."""
-        writing = self._manager.open_commit
-        return (c for c in list(self._conversations.values()) if not writing.concerns(c.handle))
+        """Conversations of which no commit is under way."""
+        under_way = self._manager.open_commits
+        return (c for c in list(self._conversations.values()) if not under_way.concerns(c.handle))
 
     def _is_due_at_turn_end(self, conversation: Conversation) -> bool:
         policy = conversation.policy
         at_end = policy.schedule.at_turn_end and not policy.probe and conversation.turn is None
         return at_end and self._manager[conversation.handle].num_staged > 0
 
-    def _first(self, conversations: Iterable[Conversation]) -> CommitWork | None:
-        if self._manager.open_commit.is_open:
-            return None  # one at a time; nobody should wait for its end
+    def _commits(self, conversations: Iterable[Conversation]) -> CommitWork | None:
+        """A batch of the first of them that have something to commit.
+
+        Only as many as memory has room for together: one after the other they need less, since each gives some back.
+        """
+        if self._manager.open_commits:
+            return None  # one batch at a time; nobody should wait for its end
         if self._blocked_at_bytes is not None:
             if self._manager.budget.used_bytes >= self._blocked_at_bytes:
                 return None
             self._blocked_at_bytes = None
+        plans: list[LinePlan] = []
+        room = self._manager.budget.total_bytes - self._manager.budget.used_bytes
         for conversation in conversations:
             plan = self._manager.plan_commit(conversation.handle)
-            if plan is not None:
-                return CommitWork(plan)
-        return None
+            if plan is None:
+                continue
+            room -= self._most_bytes(plan)
+            if plans and room < 0:
+                break
+            plans.append(plan)
+            if len(plans) >= MOST_COMMITS:
+                break
+        return CommitWork(tuple(plans)) if plans else None
+
+    def _most_bytes(self, plan: LinePlan) -> int:
+        """What a commit takes before it gives anything back where all tokens stay and two blocks of every row move."""
+        manager, rows = self._manager, len(plan.blocks.starts) - 1
+        row_blocks = -(-len(plan.staged_slots) // manager.block_entries) + 2
+        return rows * row_blocks * manager.block_layouts[plan.blocks.format].stored_bytes
 
     def _next_probe(self, conversation: Conversation, *, urgent: bool = False) -> ProbeWork | None:
         """The next piece of what was staged and not re-read."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from plugins.attend.params import RECORD_SQUARES
-from plugins.commit.exact import choose_exact, copy_exact, count_lost
+from plugins.commit.exact import choose_exact, copy_exact
 from plugins.commit.gate import GateWeights
 from plugins.commit.merger import MergeWeights
 from plugins.commit.params import Decision, LineParams, PublishParams, RowTable
@@ -24,6 +24,7 @@ from plugins.staging import TableStaging
 from runtime.config import EngineLimits, ModelSpec
 from runtime.gates import load_gate, load_merger
 from runtime.kv_storage import KvStorage
+from runtime.line_results import Decided, line_results
 from runtime.memory_plan import block_layout
 from runtime.policy.registry import get_policy
 from runtime.sampling import sample
@@ -93,7 +94,6 @@ class PagedExecutor(ABC):
         self._checks = TableChecks(TableBounds.of(spec, limits, storage.num_pages), storage)
         self._memory: dict[str, KvMemory] = {}  # by block format
         self._own_format = block_layout(spec, limits, get_policy(limits.policy).block_format).format
-        self._decided: tuple[LinePlan, Decision] | None = None
         self._gates: dict[str, GateWeights] = {}  # by file
         self._mergers: dict[str, MergeWeights] = {}  # by file
         self.watcher: CommitWatcher | None = None
@@ -119,7 +119,6 @@ class PagedExecutor(ABC):
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        self._decided = None
         if not plan.sequences:
             return StepResult()
         sequences = sorted(plan.sequences, key=lambda s: s.view.blocks.format if s.view.blocks.num_blocks else "")
@@ -144,7 +143,6 @@ class PagedExecutor(ABC):
     @torch.inference_mode()
     def probe(self, plan: ProbePlan, interrupted: Callable[[], bool]) -> bool:
         """Scores that an interrupted probe raised in its first layers are put back, so that no layer has an edge."""
-        self._decided = None
         num_rows = len(plan.token_ids)
         mark = RECORD_SQUARES if plan.squares else 1
         record = bytes(mark * (i >= plan.first_scored_row) for i in range(num_rows))
@@ -160,53 +158,57 @@ class PagedExecutor(ABC):
     @torch.inference_mode()
     def logits(self, plan: ProbePlan) -> torch.Tensor:
         """[vocab] fp32 after the last row of `plan`, for evaluation; no score is raised."""
-        self._decided = None
         num_rows = len(plan.token_ids)
         rows = StepRows(plan.token_ids, plan.first_position, plan.slots, plan.view, bytes(num_rows), plan.record_skip)
         logits = self._forward([rows], int32([num_rows - 1]), None)
         assert logits is not None, "nothing interrupts it"
         return logits[0].clone()  # an engine writes all its logits to one place
 
+    def draw_lines(self, plans: Sequence[LinePlan]) -> tuple[LineResult, ...]:
+        return self.drawing(plans)()
+
     @torch.inference_mode()
-    def draw_line(self, plan: LinePlan) -> LineResult:
-        rules = plan.rules
-        self._check_commit(plan.blocks, staged_slots=plan.staged_slots)
+    def drawing(self, plans: Sequence[LinePlan]) -> Callable[[], tuple[LineResult, ...]]:
+        """See `runtime.step.Executor`."""
+        for plan in plans:
+            self._check_commit(plan.blocks, staged_slots=plan.staged_slots)
         with self._uploads() as put:
-            params = LineParams(
-                put(int64_tensor(plan.staged_slots)),
-                _row_table(plan.blocks, put),
-                plan.keep_entries,
-                rules.floor_entries,
-                rules.layer_scale,
-                rules.protect_outlier_z,
-                rules.choices,
-                plan.quotas,
-                put(int64_tensor(plan.positions)),
-                plan.num_tokens,
-                self._gate(rules.gate) if rules.gate else None,
-                self._merger(rules.merger) if rules.merger else None,
-            )
-        decision = self._commit_forms.draw_line(self._memory_of(plan.blocks.format), params)
-        decision = choose_exact(decision, rules.exact_entries)
-        self._decided = (plan, decision)
-        new_kept, alive = decision.staged_keep.sum(dim=1), decision.alive.sum(dim=1)
-        return LineResult(
-            decision.line,
-            int32(new_kept.tolist()),
-            int32(alive.tolist()),
-            int32(map(int, decision.repooled)),
-            0 if decision.exact is None else decision.exact.shape[1],
-            count_lost(decision, plan.num_exact) if plan.num_exact else 0,
+            params = [self._line_params(plan, put) for plan in plans]
+        memories = [self._memory_of(plan.blocks.format) for plan in plans]
+
+        def draw() -> tuple[LineResult, ...]:
+            with torch.inference_mode():
+                decisions = map(self._commit_forms.draw_line, memories, params)
+                exact = (plan.rules.exact_entries for plan in plans)
+                return line_results(plans, list(map(choose_exact, decisions, exact)))
+
+        return draw
+
+    def _line_params(self, plan: LinePlan, put: Callable[[torch.Tensor], torch.Tensor]) -> LineParams:
+        rules = plan.rules
+        return LineParams(
+            put(int64_tensor(plan.staged_slots)),
+            _row_table(plan.blocks, put),
+            plan.keep_entries,
+            rules.floor_entries,
+            rules.layer_scale,
+            rules.protect_outlier_z,
+            rules.choices,
+            plan.quotas,
+            put(int64_tensor(plan.positions)),
+            plan.num_tokens,
+            self._gate(rules.gate) if rules.gate else None,
+            self._merger(rules.merger) if rules.merger else None,
         )
 
-    def publish(self, plan: PublishPlan) -> PublishResult:
-        return self.publishing(plan)()
+    def publish(self, plan: PublishPlan, line: LineResult) -> PublishResult:
+        return self.publishing(plan, line)()
 
     @torch.inference_mode()
-    def publishing(self, plan: PublishPlan) -> Callable[[], PublishResult]:
+    def publishing(self, plan: PublishPlan, line: LineResult) -> Callable[[], PublishResult]:
         """See `runtime.step.Executor`."""
-        decided, self._decided = self._decided, None
-        assert decided is not None and decided[0] is plan.line, "publish must follow its draw_line at once"
+        decided = line.decision
+        assert isinstance(decided, Decided) and decided.plan is plan.line, "the line of another commit"
         assert plan.blocks.format == plan.line.blocks.format
         self._check_commit(plan.blocks, move_from=plan.move_from, move_to=plan.move_to, exact_to=plan.exact_to)
         with self._uploads() as put:
@@ -221,8 +223,7 @@ class PagedExecutor(ABC):
                 put(int64_tensor(plan.move_to)),
                 put(int64_tensor(plan.exact_to)),
             )
-        memory = self._memory_of(plan.blocks.format)
-        decision = decided[1]
+        memory, decision = self._memory_of(plan.blocks.format), decided.decision
         if self.watcher is not None:
             self.watcher.committing(plan, memory, params, decision)
 

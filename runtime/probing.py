@@ -34,7 +34,9 @@ class ProbeWork:
 
 @dataclass(frozen=True)
 class CommitWork:
-    plan: LinePlan
+    """A batch of commits, each of another conversation's cache or twin, due for the same reason."""
+
+    plans: tuple[LinePlan, ...]
 
 
 @dataclass(frozen=True)

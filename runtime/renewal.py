@@ -43,10 +43,10 @@ class Renewal:
         self._manager.stage_twin(conversation.handle)
         if twin.unprobed:
             return self._prober.reread(conversation, twin.unprobed[0], twin_handle)
-        if self._manager.open_commit.is_open:
+        if self._manager.open_commits:
             return None
         plan = self._manager.plan_commit(twin_handle)
-        return None if plan is None else CommitWork(plan)
+        return None if plan is None else CommitWork((plan,))
 
     def awaits(self, conversation: Conversation) -> bool:
         """Whether its compressed text will be computed anew, or is now: until then nothing of it need be re-read."""

@@ -42,25 +42,35 @@ class CommitReservation:
     new_page_ids: array[int]
 
 
-@dataclass(eq=False)
-class OpenCommit:
-    """The commit that has room and is not settled, if there is one: its blocks may be written by another thread.
+class OpenCommits:
+    """Caches whose commit is under way: another thread may read their scores or write their blocks.
 
-    handle: of the cache.   finish: waits for the writing and settles it, set by whoever lets another thread write.
+    settle: waits for the commit of a cache and settles it, whatever becomes of it; set by whoever begins commits.
     """
 
-    handle: int | None = None
-    finish: Callable[[], object] | None = None
+    def __init__(self) -> None:
+        self._handles: set[int] = set()
+        self.settle: Callable[[int], object] = self.end
 
-    @property
-    def is_open(self) -> bool:
-        return self.handle is not None
+    def __bool__(self) -> bool:
+        return bool(self._handles)
+
+    def begin(self, handle: int) -> None:
+        """A line is to be drawn over what this cache holds now."""
+        assert not self.concerns(handle), handle
+        self._handles.add(handle)
+
+    def end(self, handle: int) -> None:
+        """It was settled, or is no commit after all."""
+        self._handles.remove(handle)
 
     def concerns(self, handle: int) -> bool:
-        """Whether it is of a conversation's cache, or of its twin."""
-        return self.handle is not None and handle in (self.handle, twin_of(self.handle))
+        """Whether one of them is of a conversation's cache, or of its twin."""
+        return handle in self._handles or twin_of(handle) in self._handles
 
     def conclude(self, handle: int) -> None:
-        """Comes before everything that reads or changes a cache."""
-        if self.finish is not None and self.concerns(handle):
-            self.finish()
+        """Comes before everything that reads or changes a cache, or its twin."""
+        for one in (handle, twin_of(handle)):
+            if one in self._handles:
+                self.settle(one)
+                assert one not in self._handles

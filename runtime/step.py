@@ -1,6 +1,6 @@
 """What goes down to the device half and what comes up: frozen records, flat int32 tables, no states.
 
-The engine issues three kinds of work, one at a time:
+The engine issues these kinds of work:
     StepPlan     prefill chunks and decode rows of many conversations  -> StepResult
     ProbePlan    a re-read of one span, nothing kept                   -> bool (False: it gave way)
     LinePlan     draw the line for one conversation's commit           -> LineResult
@@ -13,7 +13,7 @@ A *row* of a block table is layer * num_kv_heads + kv_head.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -248,6 +248,7 @@ class LineResult:
     repooled: [num_blocks] 1 for old blocks that must dissolve since entries of theirs merge; empty: none.
     num_exact: staged entries of each row that are exact from now on.   exact_lost: entries over all rows that were
         exact and stay nowhere.
+    decision: the executor's own, for its `publishing`; nobody else looks into it.
     """
 
     line: float
@@ -256,11 +257,12 @@ class LineResult:
     repooled: array[int] = field(default_factory=int32)
     num_exact: int = 0
     exact_lost: int = 0
+    decision: object = None
 
 
 @dataclass(frozen=True, eq=False)
 class PublishPlan:
-    """Second half of a commit, right after its LinePlan with nothing run in between.
+    """Second half of a commit: no rows of that cache ran since its LinePlan was made.
 
     dissolve: [num_blocks of the old table] 1 where the block is emptied: entries above the line move to new
         blocks, those below are absorbed or dropped. Other blocks keep their codes; entries below the line in
@@ -287,7 +289,11 @@ class PublishResult:
 
 
 class Executor(Protocol):
-    """The device half, as the engine sees it. Calls are made one at a time from one thread."""
+    """The device half, as the engine sees it. Calls are made one at a time from one thread.
+
+    The halves of a commit come in two halves each: the call reads tables, what it returns works. Executors that are
+    given a `CommitWorker` let another thread run that, while calls go on here that concern other caches.
+    """
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
@@ -295,16 +301,12 @@ class Executor(Protocol):
         """Asks `interrupted` between operations; True when the scores were raised, False when it gave way."""
         ...
 
-    def draw_line(self, plan: LinePlan) -> LineResult: ...
+    def drawing(self, plans: Sequence[LinePlan]) -> Callable[[], tuple[LineResult, ...]]:
+        """Draws the lines of several caches; a device is waited for once."""
+        ...
 
-    def publish(self, plan: PublishPlan) -> PublishResult: ...
-
-    def publishing(self, plan: PublishPlan) -> Callable[[], PublishResult]:
-        """`publish` in two halves: the call reads tables and decisions, what it returns writes.
-
-        Only executors that are given a `CommitWorker` need it: another thread writes, while calls go on here that
-        neither read nor change the cache.
-        """
+    def publishing(self, plan: PublishPlan, line: LineResult) -> Callable[[], PublishResult]:
+        """Writes the blocks of one.   line: what `drawing` gave for `plan.line`."""
         ...
 
     def release(self, page_ids: array[int], blocks: BlockTable | None) -> None:

@@ -64,7 +64,7 @@ class Trace:
         self._exact: dict[int, list[list[int]]] = {}  # by handle: positions of each row's unquantized entries
         self._turns: dict[int, int] = {}  # ended turns by handle
         self._commits: dict[int, int] = {}
-        self._pending: dict[str, Any] = {}
+        self._pending: dict[int, dict[str, Any]] = {}  # commits that are being written, by handle
         self._write({
             "type": "header", "version": VERSION, "model": spec.name, "num_layers": spec.num_layers,
             "num_kv_heads": spec.num_kv_heads,
@@ -87,7 +87,7 @@ class Trace:
         line, handle = plan.line, plan.line.handle
         renewed, handle = handle < 0, max(handle, twin_of(handle))
         fates = [fate.tolist() for fate in commit_fates(memory, params, decision)]
-        positions = list(line.positions[line.num_exact :])
+        positions, drawn = list(line.positions[line.num_exact :]), float(decision.line)
         names = [[*self._old_names(plan, row), *positions] for row in range(len(fates))]
         scores, below = decision.staged_score[:, line.num_exact :].tolist(), _below(decision, params)
         exact = self._exact_names(decision, handle, positions, line.num_exact)
@@ -96,8 +96,8 @@ class Trace:
             for row in range(len(fates))
         ]
         self._exact[handle] = exact
-        self._pending = {
-            "type": "commit", "handle": handle, "line": decision.line if math.isfinite(decision.line) else None,
+        self._pending[handle] = {
+            "type": "commit", "handle": handle, "line": drawn if math.isfinite(drawn) else None,
             "keep_entries": line.keep_entries, "positions": positions, "renewed": renewed,
             "protected": self._manager[handle].protected_ranges(),
             "kept": sum(row["fates"].count(letter) for row in rows for letter in "kx"),
@@ -106,10 +106,9 @@ class Trace:
         self._rename(plan, fates, names, exact)
 
     def committed(self, handle: int, result: PublishResult) -> None:
-        pending, self._pending = self._pending, {}
-        if not pending:
+        pending = self._pending.pop(handle, None)
+        if pending is None:
             return
-        assert pending["handle"] == handle
         self._commits[handle] = self._commits.get(handle, 0) + 1
         rows = pending.pop("rows")
         self._write(pending | {

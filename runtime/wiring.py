@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -82,13 +83,29 @@ def load_parts(engine_dir: Path, config: RuntimeConfig, *, verify: bool = True) 
         boundaries=boundary_tokens(manifest, probe_prompt),
         observer=_start_trace(config, manager, executor),
         checkpoints=_open_checkpoints(config, manifest, manager, executor),
-        commit_worker=CommitWorker() if _writes_aside(config) else None,
+        commit_worker=_commit_worker() if _commits_aside(config) else None,
     )
 
 
-def _writes_aside(config: RuntimeConfig) -> bool:
-    """Whether another thread may write commits. On a GPU they share its staging memory with the steps."""
+def _commits_aside(config: RuntimeConfig) -> bool:
+    """Whether another thread may draw and write commits. On a GPU they share its staging memory with the steps."""
     return config.background_commits and config.device == "cpu"
+
+
+def _commit_worker() -> CommitWorker:
+    """On its thread torch uses no others: of several with low priority each would wait for the last, operation by
+    operation."""
+    worker, told = CommitWorker(), threading.Event()
+    num_threads = torch.get_num_threads()
+
+    def prepare() -> None:
+        torch.get_num_threads()  # a thread takes over the number of all when it first asks, and once only
+        torch.set_num_threads(1)
+
+    worker.run(prepare, told.set)
+    told.wait()
+    torch.set_num_threads(num_threads)  # that of all again; the thread's own stays
+    return worker
 
 
 def _start_trace(config: RuntimeConfig, manager: KvManager, executor: Executor) -> Trace | None:
@@ -140,7 +157,7 @@ def _cpu_executor(engine_dir: Path, manifest: Manifest, manager: KvManager, conf
     spec, limits = manifest.model, manifest.limits
     storage = KvStorage(spec, limits, manager.num_pages, manager.num_blocks)
     num_threads = torch.get_num_threads()
-    decoder_forms, forms = choose_forms(num_threads, 1 if _writes_aside(config) else num_threads)
+    decoder_forms, forms = choose_forms(num_threads, 1 if _commits_aside(config) else num_threads)
     decoder = load_decoder(engine_dir / manifests.WEIGHTS_FILE, spec, limits.dtype, forms=decoder_forms)
     return TorchExecutor(decoder, spec, limits, storage, forms)
 

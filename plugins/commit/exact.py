@@ -24,12 +24,12 @@ def choose_exact(decision: Decision, count: int) -> Decision:
     return replace(decision, staged_keep=decision.staged_keep.scatter(1, exact, False), exact=exact)
 
 
-def count_lost(decision: Decision, num_exact: int) -> int:
-    """Of the `num_exact` staged entries of each row that come first: how many stay nowhere, over all rows."""
+def count_lost(decision: Decision, num_exact: int) -> torch.Tensor:
+    """[1] int64: of the first `num_exact` staged entries of each row, how many stay nowhere, over all rows."""
     stays = decision.staged_keep
     if decision.exact is not None:
         stays = stays.scatter(1, decision.exact, True)
-    return int((~stays[:, :num_exact]).sum())
+    return (~stays[:, :num_exact]).sum().view(1)
 
 
 def copy_exact(memory: KvMemory, params: PublishParams, decision: Decision) -> None:

@@ -2,6 +2,9 @@
 
 Scores of all rows lie in one padded matrix. The floor takes each row's best entries, protected ones stay, and the
 k-th largest of the rest is the line. Ties at a threshold are broken by position, so that counts are exact.
+
+On a device nothing here waits for it, so that the lines of several conversations can be launched one behind the other;
+super tokens and redundancy alone look at values in between.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from plugins.commit.gate import gate_logits
 from plugins.commit.params import Decision, LineParams
 from plugins.commit.pooled_line import Drawn, pooled_decision
 from plugins.commit.redundancy import rank_row
+from plugins.commit.selection import best_above, best_of_groups
 from plugins.memory import KvMemory
 
 UNFILLED = -1.0
@@ -34,6 +38,7 @@ def draw_line(memory: KvMemory, params: LineParams) -> Decision:
     kept = scores.isinf() | _best_of_rows(rank, filled, params.floor_entries)
     if not choices.redraw:
         kept[:, :num_old] |= filled[:, :num_old]
+    line: float | torch.Tensor
     if choices.threshold is not None:
         line = choices.threshold
         kept |= filled & (rank > line)
@@ -97,17 +102,23 @@ def _ranks(memory: KvMemory, params: LineParams, scores: torch.Tensor, num_old: 
     return scaled
 
 
-def _fill_quotas(kept: torch.Tensor, rank: torch.Tensor, filled: torch.Tensor, quotas: tuple[int, ...]) -> float:
+def _fill_quotas(
+    kept: torch.Tensor, rank: torch.Tensor, filled: torch.Tensor, quotas: tuple[int, ...]
+) -> float | torch.Tensor:
     """Lets in what is best in each group of rows until its quota is full; kept [rows, columns] bool changes in place.
 
     Returns the lowest rank that was let in.
     """
     rows, line = rank.shape[0] // len(quotas), torch.inf
     assert rows * len(quotas) == rank.shape[0], (rank.shape, len(quotas))
+    if rank.device.type != "cpu":
+        line_there, let_in = best_of_groups(rank, filled & ~kept, _sent(torch.tensor(quotas), rank.device), kept)
+        kept |= let_in
+        return line_there
     for i, quota in enumerate(quotas):
         part = slice(i * rows, (i + 1) * rows)
         rest = (filled[part] & ~kept[part]).view(-1)
-        group_line, let_in = _above_line(rank[part].reshape(-1)[rest], quota - int(kept[part].sum()))
+        group_line, let_in = best_above(rank[part].reshape(-1)[rest], quota - int(kept[part].sum()))
         kept[part].view(-1)[rest] = let_in
         line = min(line, group_line)
     return line
@@ -122,12 +133,17 @@ def _split_slots(slots: torch.Tensor, memory: KvMemory) -> tuple[torch.Tensor, t
 def _row_scale(memory: KvMemory, params: LineParams) -> torch.Tensor:
     """[rows, 1] factors on scores."""
     scale = torch.tensor(params.layer_scale or (1.0,) * len(memory.pages))
-    return scale.repeat_interleave(memory.pages[0].shape[1])[:, None].to(memory.score.device)
+    return _sent(scale.repeat_interleave(memory.pages[0].shape[1])[:, None], memory.score.device)
+
+
+def _sent(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A small host table on `device`. Only a copy from pinned memory does not wait for what runs there."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def _places(params: LineParams, block_entries: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Row and first column of each old block in the padded matrix, [num_blocks] int64 each."""
-    starts = torch.tensor(params.table.starts, device=params.table.ids.device)
+    starts = _sent(torch.tensor(params.table.starts), params.table.ids.device)
     num_blocks = params.table.starts[-1] - params.table.starts[0]  # known here, so that no device is waited for
     row = torch.arange(starts.shape[0] - 1, device=starts.device).repeat_interleave(
         starts.diff(), output_size=num_blocks
@@ -167,14 +183,3 @@ def _best_of_rows(scaled: torch.Tensor, filled: torch.Tensor, floor: int) -> tor
     above = scaled > threshold
     ties = (scaled == threshold) & filled
     return above | (ties & (ties.cumsum(dim=1) <= floor - above.sum(dim=1, keepdim=True)))
-
-
-def _above_line(scores: torch.Tensor, count: int) -> tuple[float, torch.Tensor]:
-    """The line and a mask of the best `count` of scores [n], the first ones where they tie."""
-    count = min(count, scores.shape[0])
-    if count <= 0:
-        return torch.inf, torch.zeros_like(scores, dtype=torch.bool)
-    line = scores.kthvalue(scores.shape[0] - count + 1).values
-    above = scores > line
-    ties = scores == line
-    return float(line), above | (ties & (ties.cumsum(dim=0) <= count - above.sum()))

@@ -53,7 +53,8 @@ class LineParams:
 
 @dataclass(frozen=True, eq=False)
 class Decision:
-    """What stays.   line: the lowest scaled score that the line let in; inf where the floor alone decided.
+    """What stays.   line: the lowest scaled score that the line let in; inf where the floor alone decided. Found on a
+    device it is a tensor of no dimension, so that nobody waits for it.
 
     staged_keep [rows, n] bool; staged_score [rows, n] fp32, unscaled, inf where now protected.
     alive [num_blocks, E] bool: filled entries of the old blocks above the line.
@@ -63,7 +64,7 @@ class Decision:
     exact [rows, m] int64: which staged entries of each row stay as they are, in pages; `staged_keep` is without them.
     """
 
-    line: float
+    line: float | torch.Tensor
     staged_keep: torch.Tensor
     staged_score: torch.Tensor
     alive: torch.Tensor
@@ -80,9 +81,9 @@ class Decision:
         return marks if self.exact is None else marks.scatter(1, self.exact, 2)
 
     @property
-    def repooled(self) -> list[bool]:
-        """Which old blocks hold members of a group; empty where none does."""
-        return [] if self.old_group is None else (self.old_group >= 0).any(dim=1).tolist()
+    def repooled(self) -> torch.Tensor:
+        """Which old blocks hold members of a group, [num_blocks] bool; [0] where none does."""
+        return self.alive.new_zeros(0) if self.old_group is None else (self.old_group >= 0).any(dim=1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ class Drawn:
     where nothing lies.   places: row and column [num_blocks, E] of every old entry.
     """
 
-    line: float
+    line: float | torch.Tensor
     kept: torch.Tensor
     staged: torch.Tensor
     old: torch.Tensor

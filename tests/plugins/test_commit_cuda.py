@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from plugins import blocks as block_bytes
-from plugins.commit import cuda, line
+from plugins.commit import cuda
+from plugins.commit.choices import LineChoices
 from plugins.commit.cuda import CommitSizes, check_disjoint, commit_kernel, plan_commit
 from plugins.commit.line import draw_line
 from plugins.commit.params import LineParams, RowTable
@@ -300,14 +301,22 @@ def test_cubins_have_bulk_copies_tensor_cores_and_no_spills() -> None:
         assert usage.stack_bytes == 0 and usage.registers * cuda.THREADS <= 65536
 
 
-@pytest.mark.parametrize("rules", [{}, {"layer_scale": (1.0, 0.5)}, {"outlier_z": 2.0}], ids=str)
-def test_the_line_makes_no_tensor_on_the_host(rules: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+RULES: list[dict[str, object]] = [
+    {}, {"layer_scale": (1.0, 0.5)}, {"outlier_z": 2.0}, {"quotas": (20, 20)}, {"choices": LineChoices(smooth=3)},
+    {"choices": LineChoices(threshold=0.4)}, {"choices": LineChoices(redraw=False)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("rules", RULES, ids=str)
+def test_the_line_makes_no_tensor_on_the_host_and_waits_for_no_value(rules: dict[str, object]) -> None:
     """draw_line on tensors of another device, which torch refuses to mix with tensors of the host.
 
-    Memory of type meta has no values, so the one step that looks at them is left out; it makes no tensors.
+    Memory of type meta has no values, so nothing can look at one.
     """
     with pytest.raises(RuntimeError):
         torch.empty(3, device="meta") + torch.ones(3)
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        float(torch.empty(3, device="meta")[0])
     state = make_state(INT4)
     memory = KvMemory(
         *(tuple(x.to("meta") for x in arena) for arena in (state.memory.pages, state.memory.seen)),
@@ -315,7 +324,6 @@ def test_the_line_makes_no_tensor_on_the_host(rules: dict[str, object], monkeypa
     )  # fmt: skip
     old = state.table
     table = RowTable(old.starts, old.ids.to("meta"), old.lens.to("meta"))
-    monkeypatch.setattr(line, "_fill_quotas", lambda kept, rank, filled, quotas: 0.5)
     decision = draw_line(memory, LineParams(state.staged.to("meta"), table, 40, 3, **rules))  # type: ignore[arg-type]
     for got in (decision.staged_keep, decision.staged_score, decision.alive):
         assert got.device.type == "meta"

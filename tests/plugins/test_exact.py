@@ -95,9 +95,9 @@ def test_what_was_exact_and_stays_nowhere_is_counted() -> None:
     for row in range(state.memory.num_rows):
         kept = decision.staged_keep[row].tolist()
         lost += sum(not kept[i] and i not in decision.exact[row].tolist() for i in range(6))
-    assert 0 < count_lost(decision, 6) == lost
+    assert 0 < int(count_lost(decision, 6)) == lost
     plain = replace(decision, exact=None)
-    assert count_lost(plain, 6) == int((~decision.staged_keep[:, :6]).sum())
+    assert int(count_lost(plain, 6)) == int((~decision.staged_keep[:, :6]).sum())
 
 
 def test_fates_say_that_they_stay() -> None:

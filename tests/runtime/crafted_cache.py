@@ -101,8 +101,9 @@ class CraftedCache:
         self.kv.unprobed.clear()
         plan = self.manager.plan_commit(HANDLE)
         assert plan is not None, "nothing was staged"
-        reservation = self.manager.reserve_publish(plan, self.executor.draw_line(plan))
-        result = self.executor.publish(reservation.plan)
+        (line,) = self.executor.draw_lines([plan])
+        reservation = self.manager.reserve_publish(plan, line)
+        result = self.executor.publish(reservation.plan, line)
         self.absorbed, self.dropped = self.absorbed + result.absorbed, self.dropped + result.dropped
         freed = self.manager.settle_commit(reservation)
         self.executor.release(freed.page_ids, freed.blocks)

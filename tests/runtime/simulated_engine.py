@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from simulated_executor import SimulatedExecutor
 
 from runtime.bad_words import TokenTexts
-from runtime.commit_worker import Written
+from runtime.commit_worker import Task
 from runtime.config import EngineLimits, ModelSpec, RopeSpec, RuntimeConfig
 from runtime.engine import Engine
 from runtime.engine_parts import EngineParts
@@ -20,7 +20,6 @@ from runtime.kv_state import twin_of
 from runtime.policy.base import Policy, Schedule
 from runtime.policy.registry import ALL_POLICIES
 from runtime.request import ErrorEvent, Event, FinishEvent, TextEvent
-from runtime.step import PublishResult
 
 SPEC = ModelSpec(
     family="llama",
@@ -87,29 +86,33 @@ class PlainChat:
         return text
 
 
-class SlowFuture:
-    """What is asked for when it is asked for; until then it is done only after being looked at `looks` times."""
+class SlowTask:
+    """Done once somebody waits for it; until then it says so only after being looked at `looks` times."""
 
-    def __init__(self, publish: Callable[[], PublishResult], done: Callable[[], None], looks: int) -> None:
-        self._publish, self._told, self._looks = publish, done, looks
+    def __init__(self, job: Callable[[], object], told: Callable[[], None], looks: int) -> None:
+        self._job, self._told, self._looks = job, told, looks
+        self._task: Task[object] | None = None
 
     def done(self) -> bool:
         self._looks -= 1
         self._told()  # an engine without other work does not wait for a thread that is not there
         return self._looks < 0
 
-    def result(self) -> Written:
-        return Written(self._publish(), 1)
+    def result(self) -> object:
+        self._task = self._task or Task(self._job)
+        return self._task.result()
 
 
 @dataclass
 class SlowWorker:
-    """A `CommitWorker` without a thread: nothing is written before somebody waits for it, or looks often enough."""
+    """A `CommitWorker` without a thread: nothing is done before somebody waits for it, or looks often enough."""
 
     looks: int
+    cpu_ns: int = 0
 
-    def write(self, publish: Callable[[], PublishResult], done: Callable[[], None]) -> SlowFuture:
-        return SlowFuture(publish, done, self.looks)
+    def run(self, job: Callable[[], object], told: Callable[[], None]) -> SlowTask:
+        self.cpu_ns += 1
+        return SlowTask(job, told, self.looks)
 
     def close(self) -> None:
         pass

@@ -181,8 +181,11 @@ class SimulatedExecutor:
             assert not moving, "the table has no room for all entries"
         return PublishResult(0, dropped)
 
-    def publishing(self, plan: PublishPlan) -> Callable[[], PublishResult]:
+    def drawing(self, plans: Sequence[LinePlan]) -> Callable[[], tuple[LineResult, ...]]:
         """All of it is done in the second half, as late as may be."""
+        return lambda: tuple(self.draw_line(plan) for plan in plans)
+
+    def publishing(self, plan: PublishPlan, line: LineResult) -> Callable[[], PublishResult]:
         return lambda: self.publish(plan)
 
     def release(self, page_ids: array[int], blocks: BlockTable | None) -> None:

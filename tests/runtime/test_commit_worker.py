@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from runtime import commit_worker
 from runtime.commit_worker import CommitWorker
 from runtime.config import RuntimeConfig
 from runtime.engine import Engine
+from runtime.errors import CommitKVError
 from runtime.request import Event, FinishEvent, Request, SamplingParams
 from runtime.step import PublishResult
 from runtime.wiring import load_engine
@@ -44,9 +47,9 @@ def run_turns(engine: Engine) -> list[Event]:
 
 
 def begin_commit(engine: Engine, name: str = "a") -> None:
-    """A turn, and steps until its commit is being written."""
+    """A turn, and steps until its commit is under way."""
     engine.submit(ask(f"first {name}", LONG, name))
-    while not engine._upkeep.is_writing:
+    while not engine._upkeep.is_committing:
         assert engine.step()[1], "nothing was committed"
 
 
@@ -55,7 +58,7 @@ def test_turns_of_others_run_while_a_commit_is_written() -> None:
     begin_commit(engine)
     engine.submit(ask("other", "hello", "b"))
     assert isinstance(last_of(run_turns(engine), "other"), FinishEvent)
-    assert engine._upkeep.is_writing and engine.stats().commits == 0 and not engine.stats().idle
+    assert engine._upkeep.is_committing and engine.stats().commits == 0 and not engine.stats().idle
     assert engine._upkeep.finish() and not engine._upkeep.finish()
     assert engine.stats().commits == 1
     drain_waiting(engine)
@@ -69,7 +72,7 @@ def test_a_second_commit_waits_without_holding_up_steps() -> None:
     engine.submit(ask("third", "hello", "c", 30))
     events = run_turns(engine)
     assert isinstance(last_of(events, "second"), FinishEvent) and isinstance(last_of(events, "third"), FinishEvent)
-    assert engine._upkeep.is_writing and engine.stats().commits == 0
+    assert engine._upkeep.is_committing and engine.stats().commits == 0
     drain_waiting(engine)
     assert engine.stats().commits == 2
     manager.check_invariants()
@@ -80,11 +83,14 @@ def drain_waiting(engine: Engine) -> None:
         engine._upkeep.finish()
 
 
-def test_it_is_settled_at_a_step_boundary_once_it_is_written() -> None:
+def test_it_goes_on_at_a_step_boundary_once_it_is_drawn_and_once_it_is_written() -> None:
     engine, _, manager = make_engine(CONFIG, policy="commitkv", worker=SlowWorker(3))
     begin_commit(engine)
-    worked = [engine.step()[1] for _ in range(4)]
-    assert worked[:3] == [True] * 3, "an engine with a commit under way is not at rest"
+    [commit] = engine._upkeep._open.values()
+    for has_room in (False, False, False, True, True, True, True):
+        assert engine.step()[1], "an engine with a commit under way is not at rest"
+        assert (commit.reservation is not None) == has_room and engine.stats().commits == 0
+    engine.step()
     assert engine.stats().commits == 1
     drain(engine)
     manager.check_invariants()
@@ -113,7 +119,7 @@ def test_a_conversation_that_goes_takes_its_commit_along(how: str, monkeypatch: 
     engine, executor, manager = make_engine(CONFIG, policy="commitkv", worker=SlowWorker(NEVER))
     begin_commit(engine)
     if how == "twin":
-        while engine._manager.open_commit.handle is None or engine._manager.open_commit.handle >= 0:
+        while all(handle >= 0 for handle in engine._upkeep._open):
             engine._upkeep.finish()
             if not engine.step()[1]:
                 engine.submit(ask(f"more {engine.stats().steps}", LONG, "a"))
@@ -137,9 +143,10 @@ def test_a_commit_that_fails_gives_its_room_back(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(executor, "publish", broken)
     begin_commit(engine)
+    engine.step()  # its line is drawn
     with pytest.raises(RuntimeError, match="is gone"):
         engine.step()
-    assert engine.abort(RuntimeError()) == [] and not engine._upkeep.is_writing
+    assert engine.abort(RuntimeError()) == [] and not engine._upkeep.is_committing
     manager.check_invariants()
     monkeypatch.setattr(executor, "publish", publish)
     drain(engine)
@@ -192,9 +199,9 @@ def test_a_worker_writes_on_a_thread_that_gives_way_and_tells() -> None:
         seen.append((threading.current_thread().name, os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
         return PublishResult(3, 4)
 
-    written = worker.write(publish, told.set).result(timeout=30)
-    assert written.result == PublishResult(3, 4) and written.cpu_ns >= 0
-    assert told.wait(30)
+    task = worker.run(publish, told.set)
+    assert told.wait(30) and task.done()
+    assert task.result() == PublishResult(3, 4) and worker.cpu_ns > 0
     [(name, niceness)] = seen
     assert name.startswith("commitkv-commit") and niceness == commit_worker.NICENESS
     assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) < niceness, "nobody else gives way"
@@ -203,8 +210,83 @@ def test_a_worker_writes_on_a_thread_that_gives_way_and_tells() -> None:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        worker.write(fails, told.set).result(timeout=30)
+        worker.run(fails, told.set).result()
     worker.close()
+
+
+def test_whoever_needs_what_the_worker_has_not_begun_does_it_himself() -> None:
+    worker, go_on, begun = CommitWorker(), threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def long() -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    def short() -> str:
+        order.append(threading.current_thread().name)
+        return "done"
+
+    first, second = worker.run(long, lambda: None), worker.run(short, lambda: None)
+    assert begun.wait(30) and not first.done() and not second.done()
+    assert second.result() == "done" == second.result() and second.done()
+    go_on.set()
+    assert first.result() is None
+    worker.close()
+    assert order == [threading.current_thread().name], "once, and here"
+
+
+def test_the_time_of_the_worker_counts_once() -> None:
+    worker = SlowWorker(2)
+    engine, _, _ = make_engine(CONFIG, policy="commitkv", worker=worker, clock_ns=lambda: 0)
+    begin_commit(engine)
+    drain(engine)
+    worker.cpu_ns = 5_000_000
+    assert engine._upkeep.finish() is False
+    engine.step()
+    assert engine.stats().commits == 1 and engine.stats().commit_time_ms == 5.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_comes_in_between_nothing_is_lost(seed: int) -> None:
+    """A real thread; turns, cancels, ends and demands for memory at any moment. The executor checks what is read."""
+    draw, worker = random.Random(seed), CommitWorker()
+    config = dataclasses.replace(CONFIG, kv_memory_bytes=1 << 19)
+    engine, executor, manager = make_engine(config, policy="commitkv", worker=worker)  # type: ignore[arg-type]
+    names = "abcdef"
+
+    def turn(name: str) -> None:
+        with contextlib.suppress(CommitKVError):  # it runs a turn, or is too long by now
+            policy = draw.choice(("commitkv", "snapkv", "quantize-int8"))
+            held = engine._table.find("", name)
+            request = ask(
+                f"t{draw.random()}", "ab cd"[draw.randrange(5)] * draw.randint(1, 90), name, draw.randint(0, 6)
+            )
+            engine.submit(dataclasses.replace(request, policy=None if held else policy))
+
+    def undo(name: str) -> None:
+        conversation = engine._table.find("", name)
+        if conversation is not None and conversation.turn is not None:
+            engine.cancel(conversation.turn.request.request_id)
+
+    def end(name: str) -> None:
+        with contextlib.suppress(CommitKVError):
+            engine.end_conversation(name)
+
+    for _ in range(250):
+        action = draw.choices((turn, undo, end), (12, 2, 1))[0]
+        action(draw.choice(names))
+        if draw.random() < 0.05:
+            engine._keeper.make_room()
+        for _ in range(draw.choice((1, 3, 20))):
+            engine.step()
+            if not engine._upkeep.is_committing:
+                manager.check_invariants()
+    assert engine.stats().commits > 20
+    for name in names:
+        end(name)
+    drain(engine)
+    engine.close(1.0)
+    assert manager.budget.used_bytes == 0 and not executor.entries
 
 
 def hold(engine: Engine, tell: Callable[[int], str]) -> list[tuple[str, int]]:

@@ -200,7 +200,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def check_memory(self) -> None:
         """They hold while nothing is under way."""
-        if not self.engine._upkeep.is_writing:
+        if not self.engine._upkeep.is_committing:
             self.manager.check_invariants()
 
     @invariant()

@@ -187,7 +187,7 @@ def commit(bench: Bench, c: Conversation, num_staged: int, keep: int, rules: Com
     """Commits the first `num_staged` page tokens; whatever else is in pages moves to fresh ones by the publish."""
     assert num_staged % LIMITS.page_tokens == 0
     line_plan = LinePlan(c.handle, int32(c.slots[:num_staged]), c.blocks, keep, rules)
-    line = bench.executor.draw_line(line_plan)
+    (line,) = bench.executor.draw_lines([line_plan])
     size = LIMITS.block_entries
     dissolve = int32([int(n < 0.75 * size) for n in line.alive])
     used = set(c.blocks.ids)
@@ -208,7 +208,7 @@ def commit(bench: Bench, c: Conversation, num_staged: int, keep: int, rules: Com
             new.append(1)
         starts.append(len(ids))
     table = BlockTable(next(VERSIONS), c.blocks.format, starts, ids, lens)
-    result = bench.executor.publish(PublishPlan(line_plan, dissolve, table, new))
+    result = bench.executor.publish(PublishPlan(line_plan, dissolve, table, new), line)
     gone = BlockTable(0, table.format, int32(), int32(b for b, d in zip(c.blocks.ids, dissolve, strict=True) if d),
                       int32())  # fmt: skip
     num_pages = num_staged // LIMITS.page_tokens
@@ -348,13 +348,12 @@ def test_the_newest_tokens_are_not_recorded(bench: Bench) -> None:
     torch.testing.assert_close(bench.storage.seen[1][torch.tensor(c.pages[:3])], raised[torch.tensor(c.pages[:3])])
 
 
-def test_publish_needs_the_line_just_before_it(bench: Bench) -> None:
+def test_publish_needs_the_line_of_its_own_plan(bench: Bench) -> None:
     c = committed_conversation(bench)
-    plan = LinePlan(0, int32(c.slots[:8]), c.blocks, 10**6, CommitRules())
-    bench.executor.draw_line(plan)
-    bench.run(c.plan([1]))
-    with pytest.raises(AssertionError, match="draw_line"):
-        bench.executor.publish(PublishPlan(plan, int32(), c.blocks, int32()))
+    plan, other = (LinePlan(0, int32(c.slots[:8]), c.blocks, 10**6, CommitRules()) for _ in range(2))
+    (line,) = bench.executor.draw_lines([other])
+    with pytest.raises(AssertionError, match="line of another commit"):
+        bench.executor.publish(PublishPlan(plan, int32(), c.blocks, int32()), line)
 
 
 def test_moved_tokens_answer_from_their_new_slots(bench: Bench) -> None:
@@ -362,9 +361,9 @@ def test_moved_tokens_answer_from_their_new_slots(bench: Bench) -> None:
     bench.run(c.plan(tokens[:30]))
     size, fresh = LIMITS.page_tokens, c.pages[10]
     plan = LinePlan(0, int32(), c.blocks, 0, CommitRules())
-    bench.executor.draw_line(plan)
+    (line,) = bench.executor.draw_lines([plan])
     to = int32(range(fresh * size, (fresh + 1) * size))
-    bench.executor.publish(PublishPlan(plan, int32(), empty_table(), int32(), int32(c.slots[:size]), to))
+    bench.executor.publish(PublishPlan(plan, int32(), empty_table(), int32(), int32(c.slots[:size]), to), line)
     bench.executor.release(int32([c.pages[0]]), None)
     c.pages[0], c.pages[10] = c.pages[10], c.pages[0]
     close(bench.run(c.plan(tokens[30:], GREEDY))[0], dense_logits(bench, tokens))

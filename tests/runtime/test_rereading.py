@@ -197,7 +197,7 @@ def test_text_that_finds_no_room_to_be_read_holds_nobody_up(watched: Watched, mo
     upkeep = watched.engine._maintenance
     assert upkeep.can_compress()
     monkeypatch.setattr(upkeep, "_next_probe", lambda *_, **__: None)
-    monkeypatch.setattr(upkeep, "_first", lambda _: None)
+    monkeypatch.setattr(upkeep, "_commits", lambda _: None)
     assert upkeep.compress() is None and not upkeep.can_compress()
     monkeypatch.undo()
     upkeep.turn_ended(watched.engine.conversation("c"))

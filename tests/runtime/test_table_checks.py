@@ -92,7 +92,7 @@ def test_a_bad_commit_is_refused(executor: TorchExecutor) -> None:
         (int32([0]), table(9, ids=array("i", [0, 1, 2, 3, 4, 99])), "block ids: got 99"),
     ):
         with pytest.raises(TableError, match=message):
-            executor.draw_line(LinePlan(0, staged, blocks, 1, CommitRules()))
+            executor.drawing([LinePlan(0, staged, blocks, 1, CommitRules())])
 
 
 def test_alignment() -> None:

@@ -35,8 +35,8 @@ def use(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> str:
     return name
 
 
-def load(engine_dir: Path, trace_file: Path | str) -> Engine:
-    config = RuntimeConfig(kv_memory_bytes=64 << 20, num_threads=1, trace_file=str(trace_file))
+def load(engine_dir: Path, trace_file: Path | str, **options: Any) -> Engine:
+    config = RuntimeConfig(kv_memory_bytes=64 << 20, num_threads=1, trace_file=str(trace_file), **options)
     return load_engine(engine_dir, config, verify=False)
 
 
@@ -161,6 +161,32 @@ def test_two_conversations_and_blocks_that_change_hands(
         assert commits == list(range(1, len(commits) + 1)) and commits
     lengths = [len([r for r in records if r.get("conversation") == c]) for c in ("a", "b", "c")]
     assert lengths == [NUM_TURNS] * 3
+
+
+def test_commits_of_one_batch_are_told_each_by_itself(
+    tiny_engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    engine = load(tiny_engine_dir, path, tokens_per_step=2000)
+    name, lengths = use("snapkv", monkeypatch), {"a": 200, "b": 250, "c": 300}
+    for conversation, length in lengths.items():
+        text = "".join(chr(97 + i * len(conversation) % 26) for i in range(length))
+        engine.submit(Request(conversation, text, SamplingParams(max_tokens=1), conversation, policy=name))
+    while engine.has_turns():
+        engine.step()
+    engine.step()
+    assert len(engine._upkeep._open) == 3
+    while engine.step()[1]:
+        pass
+    commits = {record["handle"]: record for record in read(path) if record["type"] == "commit"}
+    assert len(commits) == 3
+    for conversation in lengths:
+        record = commits[engine.conversation(conversation).handle]
+        positions = range(4, len(engine.conversation(conversation).tokens) - 64)
+        assert record["positions"] == list(positions)[: len(record["positions"])] and record["commit"] == 1
+        assert record["bytes_after"] == engine._manager.kv_bytes(record["handle"]) < record["bytes_before"]
+    assert sum(r["absorbed"] for r in commits.values()) == engine.stats().absorbed
+    assert sum(r["dropped"] for r in commits.values()) == engine.stats().dropped > 0
 
 
 def test_files_that_cannot_be_made_are_refused(tiny_engine_dir: Path, tmp_path: Path) -> None:

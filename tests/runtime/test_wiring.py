@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from runtime.config import RuntimeConfig
 from runtime.errors import CommitKVError
-from runtime.wiring import load_engine
+from runtime.wiring import _commit_worker, load_engine
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,20 @@ def test_an_edited_manifest_is_refused(
     (engine / "manifest.json").write_text(json.dumps(data), encoding="utf-8")
     with pytest.raises(CommitKVError, match=reason):
         load_engine(engine, RuntimeConfig())
+
+
+def test_torch_keeps_to_one_thread_where_commits_are_made_and_nowhere_else() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        worker, told = _commit_worker(), threading.Event()
+        numbers: list[int] = []
+        worker.run(lambda: numbers.append(torch.get_num_threads()), told.set)
+        assert told.wait(30)
+        other = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
+        other.start()
+        other.join()
+        assert [*numbers, torch.get_num_threads()] == [1, 3, 3]
+        worker.close()
+    finally:
+        torch.set_num_threads(before)
