@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from simulated_engine import SlowWorker, drain, make_engine, policies_for_tests
 
 import runtime.policy.registry as registry
+from runtime import maintenance
 from runtime.config import RuntimeConfig
 from runtime.conversation import Conversation
 from runtime.errors import CommitKVError, UnknownConversationError
@@ -34,11 +35,15 @@ class EngineMachine(RuleBasedStateMachine):
         batch=st.integers(2, 40),
         places=st.sampled_from([0, 1, 2]),
         step_ms=st.sampled_from([0.0, 0.01]),
-        looks=st.sampled_from([None, 0, 3, 12, 60]),
+        work=st.tuples(st.sampled_from([None, 0, 3, 12, 60]), st.sampled_from([1, 2, maintenance.MOST_COMMITS])),
     )
-    def start(self, pages: int, lossless: bool, batch: int, places: int, step_ms: float, looks: int | None) -> None:
-        self.patch = mock.patch.dict(registry.ALL_POLICIES, policies_for_tests())
-        self.patch.start()
+    def start(
+        self, pages: int, lossless: bool, batch: int, places: int, step_ms: float, work: tuple[int | None, int]
+    ) -> None:
+        looks, most_commits = work
+        self.patch = contextlib.ExitStack()
+        self.patch.enter_context(mock.patch.dict(registry.ALL_POLICIES, policies_for_tests()))
+        self.patch.enter_context(mock.patch.object(maintenance, "MOST_COMMITS", most_commits))
         _, _, probe = make_engine(RuntimeConfig(kv_memory_bytes=1 << 20))
         total = probe.budget.headroom_bytes + pages * probe.page_layout.page_bytes
         config = RuntimeConfig(
@@ -230,7 +235,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.manager.budget.used_bytes == 0, "memory is not back to zero after the last conversation"
         assert not self.executor.slots.keys() - {s for s in self.executor.slots if self.executor.slots[s][1] < 0}
         assert not self.executor.entries
-        self.patch.stop()
+        self.patch.close()
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from kernel_engine import CONFIG, POLICIES, SPEC, Model, make_engine, make_limits, talk
+from simulated_engine import drain, text_of
 
 from plugins.attend.params import LayerBlocks
 from plugins.emulation.runner import EmulatedRunner
 from plugins.kv_launch import ResidentBlocks
 from plugins.native_build import find_compiler
+from runtime import maintenance
 from runtime.config import EngineLimits, ModelSpec, RuntimeConfig
 from runtime.errors import ConfigError, DeviceError, ManifestError
 from runtime.executor_torch import TorchExecutor
@@ -24,6 +26,7 @@ from runtime.gpu import GpuKernels, arena_bytes, check_kernels, gpu_executor
 from runtime.kv_manager import KvManager
 from runtime.kv_storage import ArenaPlace, KvStorage
 from runtime.policy import registry
+from runtime.request import Request, SamplingParams
 from runtime.wiring import load_engine
 
 POISON = ArenaPlace(poison=True)
@@ -59,6 +62,37 @@ def test_conversations_on_kernels_answer_as_on_torch() -> None:
         assert getattr(mine, name) == getattr(theirs, name), name
     assert mine.commits > 2 and mine.probes > 2 and mine.dropped > 0, "the conversation must exercise commits"
     manager.check_invariants()
+
+
+@needs_compiler
+def test_turns_that_end_together_are_drawn_at_once_and_answer_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All lines of a batch come with one upload; what is written of each stays its own."""
+    unread = replace(POLICIES["tiny-k8v4"], name="tiny-seen", score="seen")
+    monkeypatch.setitem(registry.ALL_POLICIES, unread.name, unread)
+    names, found = ("a", "b", "c"), []
+    for most in (1, 3):
+        monkeypatch.setattr(maintenance, "MOST_COMMITS", most)
+        engine, manager = make_engine(on_kernels, "fp16", POISON)
+        executor, batches, said = engine._executor, [], []
+        drawing, staging = executor.drawing, executor._staging  # type: ignore[attr-defined]
+
+        def watched(plans, drawing=drawing, staging=staging, batches=batches):  # type: ignore[no-untyped-def]
+            before = staging.num_copies
+            job = drawing(plans)
+            batches.append((len(plans), staging.num_copies - before))
+            return job
+
+        monkeypatch.setattr(executor, "drawing", watched)
+        for turn in range(3):
+            for name in names:
+                text = f"{name} {turn} and some more."
+                engine.submit(Request(f"{name}{turn}", text, SamplingParams(14), name, policy=unread.name))
+            events = drain(engine)
+            said += [text_of(events, f"{name}{turn}") for name in names]
+        manager.check_invariants()
+        assert (most, 1) in batches and all(batch[1] == 1 for batch in batches)
+        found.append((said, engine.stats().commits, engine.stats().dropped, engine.stats().total_kv_bytes))
+    assert found[0] == found[1] and found[0][1] >= len(names) and found[0][2] > 0
 
 
 @needs_compiler
