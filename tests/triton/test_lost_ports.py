@@ -47,7 +47,7 @@ def options_for(engine_dir: Path, grpc_port: int = 0) -> ServerOptions:
     )
 
 
-@pytest.mark.parametrize("name", ["grpc", "metrics"])
+@pytest.mark.parametrize("name", ["metrics"])
 def test_another_free_port_is_chosen(tiny_engine_dir: Path, thief: Callable[[str, int], list[int]], name: str) -> None:
     taken = thief(name, 1)
     with TritonServer(options_for(tiny_engine_dir)) as server:
