@@ -265,7 +265,8 @@ class Maintenance:
         """What a commit takes before it gives anything back where all tokens stay and two blocks of every row move."""
         manager, rows = self._manager, len(plan.blocks.starts) - 1
         row_blocks = -(-len(plan.staged_slots) // manager.block_entries) + 2
-        return rows * row_blocks * manager.block_layouts[plan.blocks.format].stored_bytes
+        exact_bytes = -(-plan.rules.exact_entries // manager.page_tokens) * manager.page_layout.page_bytes
+        return rows * row_blocks * manager.block_layouts[plan.blocks.format].stored_bytes + exact_bytes
 
     def _next_probe(self, conversation: Conversation, *, urgent: bool = False) -> ProbeWork | None:
         """The next piece of what was staged and not re-read."""
