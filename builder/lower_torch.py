@@ -221,7 +221,7 @@ class _TorchOps:
         return self._kv.attend(layer, q).reshape(q.shape[0], -1)
 
     def take_rows(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = getattr(self._kv, "hidden", None)
+        hidden = getattr(self._kv, "hidden", None)  # of a `ReadsHidden`; asked in every step, so not by isinstance
         if hidden is not None:
             hidden(x)
         return x.index_select(0, self._step.logit_rows)
