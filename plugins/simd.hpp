@@ -353,13 +353,11 @@ COMMITKV_INLINE vf exp_nonpositive(vf x) {
   const vf n = round_nearest(clamped * set1(1.44269504f));
   vf r = fma(n, set1(-0.693359375f), clamped);
   r = fma(n, set1(2.12194440e-4f), r);
-  vf y = fma(set1(1.0f / 5040), r, set1(1.0f / 720));
-  y = fma(y, r, set1(1.0f / 120));
-  y = fma(y, r, set1(1.0f / 24));
-  y = fma(y, r, set1(1.0f / 6));
-  y = fma(y, r, set1(0.5f));
-  y = fma(y, r, set1(1.0f));
-  y = fma(y, r, set1(1.0f));
+  // Pairs of terms beside each other (Estrin): one after the other they would wait for each other's results.
+  const vf r2 = r * r;
+  const vf low = fma(fma(set1(1.0f / 6), r, set1(0.5f)), r2, set1(1.0f) + r);
+  const vf high = fma(fma(set1(1.0f / 5040), r, set1(1.0f / 720)), r2, fma(set1(1.0f / 120), r, set1(1.0f / 24)));
+  vf y = fma(high, r2 * r2, low);
   y = scale_pow2(y, n);
 #if defined(__AVX512F__)
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, floor, _CMP_GE_OQ), y);

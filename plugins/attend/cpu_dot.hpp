@@ -160,23 +160,27 @@ static void fold_scales(const Args &a, const Run &run, const Work &w, DotRoom &r
   }
 }
 
-// weights[h][j] *= scale_j; added[h] = sum_j weights[h][j] * min_j with the weights as they were.
-static void fold_weights(const Args &a, const Tile &tile, const Work &w, float *added) {
-  float scale[WIDE_TILE + 16] = {}, minimum[WIDE_TILE + 16] = {};
+// weights[h][j] *= scale_j; added[h] = sum_j weights[h][j] * min_j with the weights as they were, and `middle` times
+// the sum of the new ones. largest[h]: of the new ones, unless null.
+static void fold_weights(const Args &a, const Tile &tile, const Work &w, float middle, float *added, float *largest) {
+  float scale[WIDE_TILE + 16], minimum[WIDE_TILE + 16];
   for (int32_t r = 0; r < tile.num_runs; ++r) {
     const Run &run = tile.runs[r];
     widen_f16(halves(run.block, a.v_scale) + run.entry, run.count, scale + run.first);
     widen_f16(halves(run.block, a.v_min) + run.entry, run.count, minimum + run.first);
   }
+  for (int64_t j = tile.tokens; j % W; ++j) scale[j] = minimum[j] = 0.0f;
   for (int64_t m = 0; m < w.vectors; ++m) {
     float *weights = w.logits + m * w.logit_stride;
-    vf sum = set1(0.0f);
+    vf sum = set1(0.0f), top = set1(0.0f);
     for (int64_t j = 0; j < tile.tokens; j += W) {
-      const vf x = load(weights + j);
-      sum = fma(x, load(minimum + j), sum);
-      store(weights + j, x * load(scale + j));
+      const vf before = load(weights + j), x = before * load(scale + j);
+      sum = fma(before, load(minimum + j), fma(x, set1(middle), sum));
+      top = vmax(top, x);
+      store(weights + j, x);
     }
     added[m] = hsum(sum);
+    if (largest) largest[m] = hmax(top);
   }
 }
 
@@ -192,7 +196,7 @@ static void dot_keys(const Args &a, const Tile &tile, const Tile &next, const Wo
 
 template <int Format>
 static void weigh_values(const Args &a, const Tile &tile, const Tile &next, const Work &w, DotRoom &room) {
-  if (quantized(Format)) fold_weights(a, tile, w, room.added);
+  if (quantized(Format)) fold_weights(a, tile, w, 0.0f, room.added, nullptr);
   by_heads(w.vectors, WeighTile<Format>{tile, next, w, room.added});
   if (quantized(Format)) std::memset(room.added, 0, sizeof(room.added));
 }

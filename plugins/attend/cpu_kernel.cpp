@@ -61,7 +61,7 @@ static Work make_work(const Plan &plan, const Item &item, bool dot, char *&scrat
   w.vectors = int64_t(item.rows) * a.group;
   w.dim = a.head_dim;
   w.query_stride = dot ? a.head_dim : round_up(a.head_dim, 32);
-  w.logit_stride = dot ? TILE + 16 : WIDE_TILE + 32;
+  w.logit_stride = WIDE_TILE + 32;
   const int64_t padded = round_up(w.vectors, 16);
   w.query = take<float>(scratch, padded * w.query_stride);
   w.sums = take<float>(scratch, padded * w.query_stride);
@@ -83,19 +83,25 @@ static Work make_work(const Plan &plan, const Item &item, bool dot, char *&scrat
   return w;
 }
 
+// Calls f(tile, next) for each tile of the item, of which `next` may be empty: what comes is fetched meanwhile.
+template <typename F>
+COMMITKV_INLINE void by_tiles(const Plan &plan, const Item &item, Capacity most, const F &f) {
+  Tile tiles[2];
+  Cursor at = {item.first_segment, 0, item.position, 0};
+  int now = 0;
+  for (bool more = next_tile(plan, item, at, tiles[now], most); more; now ^= 1) {
+    more = next_tile(plan, item, at, tiles[now ^ 1], most);
+    f(tiles[now], tiles[now ^ 1]);
+  }
+}
+
 static void run_dot(const Plan &plan, const Item &item, const List &list, Work &w, char *scratch) {
   DotRoom room = {};
   room.folded = take<float>(scratch, w.vectors * w.dim);
   room.scale = take<float>(scratch, w.dim);
   room.minimum = take<float>(scratch, w.dim);
-  Tile tiles[2];
-  Cursor at = {item.first_segment, 0, item.position, 0};
-  int now = 0;
-  for (bool more = next_tile(plan, item, at, tiles[now], TILE); more; now ^= 1) {
-    Tile &tile = tiles[now], &next = tiles[now ^ 1];
-    more = next_tile(plan, item, at, next, TILE);
-    dot_tile(plan, item, list, tile, next, w, room);
-  }
+  by_tiles(plan, item, DOT_CAPACITY,
+           [&](const Tile &tile, const Tile &next) { dot_tile(plan, item, list, tile, next, w, room); });
 }
 
 #if defined(COMMITKV_NARROW)
@@ -112,14 +118,8 @@ static void run_narrow(const Plan &plan, const Item &item, const List &list, Wor
   room.scale = take<float>(scratch, w.dim);
   room.minimum = take<float>(scratch, w.dim);
   pair_query(w, room);
-  Tile tiles[2];
-  Cursor at = {item.first_segment, 0, item.position, 0};
-  int now = 0;
-  for (bool more = next_tile(plan, item, at, tiles[now], TILE); more; now ^= 1) {
-    Tile &tile = tiles[now], &next = tiles[now ^ 1];
-    more = next_tile(plan, item, at, next, TILE);
-    narrow_tile(plan, item, list, tile, next, w, room);
-  }
+  by_tiles(plan, item, NARROW_CAPACITY,
+           [&](const Tile &tile, const Tile &next) { narrow_tile(plan, item, list, tile, next, w, room); });
 }
 #endif
 
@@ -148,7 +148,7 @@ static void run_wide(const Plan &plan, const Item &item, const List &list, Work 
   const WideRoom room = make_wide_room(w, scratch);
   Tile tile;
   Cursor at = {item.first_segment, 0, item.position, 0};
-  while (next_tile(plan, item, at, tile, WIDE_TILE)) {
+  while (next_tile(plan, item, at, tile, WIDE_CAPACITY)) {
     if (all_hidden(plan, item, list, tile, w)) break;
     wide_tile(plan, item, list, tile, w, room);
   }
@@ -193,10 +193,10 @@ static void run_amx(const Plan &plan, const Item &item, const List &list, Work &
   Cursor at = {item.first_segment, 0, item.position, 0};
   configure_tiles(w.vectors);
   int now = 0;
-  for (bool more = next_tile(plan, item, at, tiles[now], WIDE_TILE); more; now ^= 1) {
+  for (bool more = next_tile(plan, item, at, tiles[now], WIDE_CAPACITY); more; now ^= 1) {
     const Tile &tile = tiles[now], &next = tiles[now ^ 1];
     if (all_hidden(plan, item, list, tile, w)) break;
-    more = next_tile(plan, item, at, tiles[now ^ 1], WIDE_TILE);
+    more = next_tile(plan, item, at, tiles[now ^ 1], WIDE_CAPACITY);
     const int64_t k_bytes = code_row_bytes(k_format(a, next), w.dim);
     const int64_t v_bytes = code_row_bytes(v_format(a, next), w.dim);
     if (amx_takes(k_format(a, tile)) && amx_takes(v_format(a, tile))) {

@@ -34,7 +34,7 @@ constexpr uint8_t SQUARES = 3;         // of Args::record, in all recorded rows 
 constexpr int64_t SPLIT_TOKENS = 512;  // a list of one row tile is cut about every so many tokens
 constexpr int64_t MAX_VECTORS = 192;   // query vectors of one item, at most (or one row's group, if that is more)
 constexpr int64_t TILE = 64;           // tokens of one tile of the decode path
-constexpr int64_t WIDE_TILE = 128;     // and of the prefill paths
+constexpr int64_t WIDE_TILE = 128;     // and of the prefill paths, and more than any other has
 constexpr int64_t DOT_VECTORS = 8;     // up to so many query vectors the decode path is taken
 
 // One piece of work: rows [row, row + rows) of the batch against segments [first_segment, last_segment) of a list.

@@ -18,7 +18,14 @@ struct Run {
   int32_t first, count;  // place in the tile
 };
 
-// Up to `capacity` tokens, all of pages or all of blocks.
+// Most tokens of a tile.
+struct Capacity {
+  int32_t blocks, pages;
+};
+
+constexpr Capacity DOT_CAPACITY = {TILE, TILE}, WIDE_CAPACITY = {WIDE_TILE, WIDE_TILE};
+
+// Up to a capacity of tokens, all of pages or all of blocks.
 struct Tile {
   Run runs[WIDE_TILE];
   int32_t num_runs, tokens;
@@ -62,16 +69,26 @@ COMMITKV_INLINE void prefetch_scores(const Plan &plan, const Item &item, int64_t
   for (int64_t i = 0; i < (page ? a.page_tokens : a.block_entries); i += 32) __builtin_prefetch(from + i, 0, 2);
 }
 
+// Scales, minima and biases of the blocks from `at` on, as many as a tile has: all are needed as soon as it begins.
+COMMITKV_INLINE void prefetch_scales(const Plan &plan, const Cursor &at, int64_t first_block, int64_t last) {
+  const Args &a = plan.args;
+  for (int64_t segment = at.segment; segment < last; ++segment) {
+    const uint8_t *block = a.blocks + int64_t(a.block_ids[first_block + segment]) * a.block_bytes;
+    for (int64_t i = a.k_scale; i < a.block_bytes; i += 64) __builtin_prefetch(block + i, 0, 2);
+  }
+}
+
 // Fills `tile` with the next tokens of the item; false at its end.
-static bool next_tile(const Plan &plan, const Item &item, Cursor &at, Tile &tile, int32_t capacity) {
+static bool next_tile(const Plan &plan, const Item &item, Cursor &at, Tile &tile, Capacity most) {
   const Args &a = plan.args;
   const int64_t list = int64_t(item.seq) * a.kv_heads + item.head;
   const int32_t num_blocks = a.block_starts[list + 1] - a.block_starts[list];
   tile.num_runs = tile.tokens = 0;
   tile.offset = at.offset, tile.position = at.position;
-  while (at.segment < item.last_segment && tile.tokens < capacity) {
+  while (at.segment < item.last_segment) {
     const bool page = at.segment >= num_blocks;
-    if (tile.tokens && tile.pages != page) break;
+    const int32_t capacity = page ? most.pages : most.blocks;
+    if (tile.tokens && (tile.pages != page || tile.tokens >= capacity)) break;
     tile.pages = page;
     const int64_t place = page ? a.page_starts[item.seq] + at.segment - num_blocks : a.block_starts[list] + at.segment;
     const int32_t length = page ? a.page_lens[place] : a.block_lens[place];
@@ -89,6 +106,9 @@ static bool next_tile(const Plan &plan, const Item &item, Cursor &at, Tile &tile
     }
     if (at.used >= length) ++at.segment, at.used = 0;
   }
+  const int32_t last = item.last_segment < num_blocks ? item.last_segment : num_blocks;
+  const int32_t after = at.segment + most.blocks / int32_t(a.block_entries);
+  prefetch_scales(plan, at, a.block_starts[list], after < last ? after : last);
   return tile.tokens > 0;
 }
 

@@ -220,6 +220,19 @@ def test_extreme_logits(attends: dict[str, Attend], format_: str) -> None:
         assert (got.out.double() - want).abs().max().item() < 0.02
 
 
+@pytest.mark.parametrize("format_", ["int8", "k8v4", "int4"])
+def test_blocks_that_hardly_count(attends: dict[str, Attend], format_: str) -> None:
+    """Weights of e^-80, times scales, are too small for what they are coded in."""
+    params = make_params(Case(((1, 40, 30),), q="bf16", kv="bf16", format=format_))
+    layout = params.block_layout
+    params.blocks[:, layout.bias : layout.bias + 2 * layout.block_entries].view(torch.float16).fill_(-80.0)
+    want = reference.attend(params)[0]
+    for attend in attends.values():
+        got = copied(params)
+        attend(got)
+        assert (got.out.double() - want).abs().max().item() < 0.02
+
+
 def test_squares_add_up_over_steps(attends: dict[str, Attend]) -> None:
     """Scores of all rows at once are the norm of those of every row, from zero."""
     case = Case(((6, 40, 30),), kv_heads=1, group=1, mark=RECORD_SQUARES)

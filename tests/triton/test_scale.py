@@ -35,13 +35,14 @@ def test_conversations_outlive_the_server_that_held_them(tiny_engine_dir: Path) 
         "engine_dir": str(tiny_engine_dir), "kv_memory_bytes": str(32 << 20), "num_threads": "1",
         "default_policy": "full",
     }  # fmt: skip
-    plan = Plan(conversations=6, turns=2, message_words=15, answer_tokens=48, think_s=0.2)
+    plan = Plan(conversations=6, turns=2, message_words=15, answer_tokens=96, think_s=0.2)
     report = asyncio.run(run_scale(ServerOptions(parameters=parameters, ready_timeout_s=300.0), plan))
     table = markdown(report)
     both_up, killed, back, killed_again = report.parts
     assert report.lost == 0 and report.found("cut") == 0 and report.found("recomputed") == 0, table
     assert both_up.conversations["kept"] == plan.conversations, table
-    assert moved(killed) > 0 and killed.retried > 0, table
+    # One of the kills may meet its server between an answer's last token and the next turn: then nobody asks again.
+    assert moved(killed) > 0 and killed.retried + killed_again.retried > 0, table
     # nginx tries the server that is back with one conversation first; the others follow in their next turn.
     assert moved(back) > 0 and moved(killed_again) > 0, table
     assert all(p.conversations["kept"] + moved(p) == plan.conversations for p in report.parts), table
