@@ -20,12 +20,14 @@ class ConversationTable:
     """by_handle: all that are held, oldest first.
 
     idle: by handle, those that run no turn and may get another one; idle longest first.
+    ending: by handle, those whose end was asked for and that are still held.
     chats: what those hold that have no id of their client's.
     """
 
     def __init__(self) -> None:
         self.by_handle: dict[int, Conversation] = {}
         self.idle: dict[int, Conversation] = {}
+        self.ending: dict[int, Conversation] = {}
         self.chats = ChatIndex()
         self._by_id: dict[tuple[str, str], Conversation] = {}
         self._by_request: dict[str, Conversation] = {}
@@ -95,11 +97,18 @@ class ConversationTable:
             while len(self._endings) > MAX_ENDINGS:
                 self._endings.popitem(last=False)
 
+    def ask_end(self, conversation: Conversation, reason: str = "") -> None:
+        """It is to be removed when its turn is over; clients do not know it any more, see `forget_id`."""
+        self.forget_id(conversation, reason)
+        conversation.end_requested = True
+        self.ending[conversation.handle] = conversation
+
     def remove(self, conversation: Conversation) -> None:
         """It is held no longer. One whose end was asked for lost its id then; the id may be another's by now."""
         if not conversation.end_requested:
             self.forget_id(conversation)
         self.idle.pop(conversation.handle, None)
+        self.ending.pop(conversation.handle, None)
         self.chats.forget(conversation.handle)
         del self.by_handle[conversation.handle]
 
@@ -108,6 +117,11 @@ class ConversationTable:
     @property
     def has_turns(self) -> bool:
         return bool(self._by_request)
+
+    @property
+    def with_turn(self) -> list[Conversation]:
+        """Those whose turn waits or runs."""
+        return list(self._by_request.values())
 
     def of_request(self, request_id: str) -> Conversation | None:
         """The conversation whose turn waits or runs under this id."""

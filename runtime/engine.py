@@ -356,12 +356,13 @@ class Engine:
     def _reap(self) -> list[Event]:
         """Cancelled turns and ended conversations, at a step boundary."""
         events: list[Event] = []
-        for conversation in list(self._table):
+        for conversation in self._table.with_turn:
             turn = conversation.turn
             if turn is not None and turn.cancelled:
                 turn.end_reason = "cancelled"
                 events.append(finish_event(conversation, turn, self._manager.stats(conversation.handle)))
                 self._keeper.undo_turn(conversation, self._clock_ns())
-            elif turn is None and conversation.end_requested:
+        for conversation in list(self._table.ending.values()):
+            if conversation.turn is None:
                 self._keeper.remove(conversation)
         return events

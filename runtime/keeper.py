@@ -70,14 +70,12 @@ class Keeper:
 
     def end(self, conversation: Conversation, why: str, reason: EvictionReason) -> None:
         """Ends a conversation that nobody asked to end; its client is told `why` when it comes back."""
-        self._table.forget_id(conversation, why)
-        conversation.end_requested = True
+        self._table.ask_end(conversation, why)
         self._figures.count_eviction(reason)
 
     def retire(self, conversation: Conversation) -> None:
         """From now on unknown to clients; freed at a step boundary, since a probe may be reading it."""
-        self._table.forget_id(conversation)
-        conversation.end_requested = True
+        self._table.ask_end(conversation)
 
     def close_turn(self, conversation: Conversation, now_ns: int) -> None:
         """The turn has ended well; the conversation goes on or is freed, as its client asked."""

@@ -54,8 +54,7 @@ class KvManager:
         # Before it frees anything a commit writes about two blocks per row and moves protected tokens to a page.
         block_bytes = max(self.block_layouts[name].stored_bytes for name in STORABLE)
         headroom = 2 * (spec.num_kv_rows * block_bytes + self.page_layout.page_bytes)
-        least = headroom + 8 * self.page_layout.page_bytes
-        if kv_memory_bytes < least:
+        if kv_memory_bytes < (least := headroom + 8 * self.page_layout.page_bytes):
             raise ConfigError(
                 f"kv_memory_bytes: got {kv_memory_bytes:,}, expected at least {least:,} for this model "
                 f"(8 pages and the room a commit works in); raise it"
@@ -70,6 +69,7 @@ class KvManager:
         self.shared = SharedPrefixes(limits.page_tokens)
         self.open_commits = OpenCommits()
         self._scratch_pages = 0
+        self._may_have_staged: set[int] = set()
 
     def _pool(self, item_bytes: int, most: int | None) -> IdPool:
         fits = self.budget.total_bytes // item_bytes
@@ -127,6 +127,7 @@ class KvManager:
     def take_room(self, handle: int, num_pages: int, num_blocks: int) -> tuple[array[int], array[int]]:
         """Pages and blocks for a cache that comes from a checkpoint. OutOfMemoryError changes nothing."""
         page_ids = self._pages.take(num_pages)
+        self._may_have_staged.add(handle)
         try:
             return page_ids, self._blocks[self[handle].blocks.format].take(num_blocks)
         except OutOfMemoryError:
@@ -211,6 +212,7 @@ class KvManager:
         assert twin.num_tokens == before.num_tokens, (twin.num_tokens, before.num_tokens)
         freed = self.release(handle)
         self._conversations[handle] = twin
+        self._may_have_staged.add(handle)
         self.shared.rename(twin_of(handle), handle)
         twin.peak_bytes, twin.reread_at = before.peak_bytes, twin.num_tokens
         return freed
@@ -309,16 +311,21 @@ class KvManager:
         for page in kv.pages[:-1]:
             if page.state is not State.ACTIVE or page.compacted or page.positions[-1] >= oldest_recent:
                 continue
-            if only is not None and page.positions[0] not in only:
-                continue
-            loose = kv.loose_positions(page)
-            if not loose:
+            if (only is not None and page.positions[0] not in only) or not (loose := kv.loose_positions(page)):
                 continue
             page.state = transition(page.state, event)
             kv.ledger.move(State.ACTIVE, event, len(loose) * kv.num_rows)
             kv.add_unprobed(page.positions[0], page.positions[-1] + 1)
             num_staged += len(loose)
+        self._may_have_staged.add(handle)
         return num_staged
+
+    @property
+    def staged(self) -> list[int]:
+        """Handles of the caches with staged text, oldest first. The others are not looked at."""
+        caches = self._conversations
+        self._may_have_staged = {h for h in self._may_have_staged if h in caches and caches[h].num_staged}
+        return sorted(self._may_have_staged)
 
     def plan_commit(self, handle: int) -> LinePlan | None:
         """First half of a commit of everything staged; None if there is nothing to do."""
@@ -386,6 +393,7 @@ class KvManager:
     def check_invariants(self) -> None:
         """Adds everything up; called by tests and the idle loop. No reservation may be open."""
         check_conversations(self._conversations, self.shared)
+        assert self.staged == sorted(h for h, kv in self._conversations.items() if kv.num_staged)
         check_pools(self._conversations.values(), self.shared, self._pages, self._scratch_pages, self._blocks)
         used = sum(pool.num_owned * pool.item_bytes for pool in (self._pages, *self._blocks.values()))
         assert used == self.budget.used_bytes, (used, self.budget.used_bytes)

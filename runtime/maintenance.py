@@ -80,8 +80,9 @@ class Maintenance:
             work = self.reclaim(WATERMARK_MIN_PAGES)
             if work is not None:
                 return work
-        work = self._commits(filter(self._is_due_at_turn_end, self._at_rest()))
-        return work or self._compress_beside() or self._review()
+        staged = self._staged()  # of hundreds that are held most have nothing staged
+        work = self._commits(filter(_is_due_at_turn_end, staged)) if staged else None
+        return work or self._compress_beside() or (self._review(staged) if staged else None)
 
     def _compress_beside(self) -> ProbeWork | CommitWork | None:
         """While memory is short, text is re-read and committed beside the steps of others, as many tokens as those
@@ -109,8 +110,8 @@ class Maintenance:
         probing = (self._manager[c.handle] for c in self._conversations.values() if c.policy.probe)
         return any(kv.unprobed or kv.commit_due for kv in probing)
 
-    def _review(self) -> ProbeWork | CommitWork | None:
-        """For conversations that have much staged and have not been idle: one piece of work every N steps.
+    def _review(self, conversations: list[Conversation]) -> ProbeWork | CommitWork | None:
+        """For those of the conversations that have much staged and have not been idle: one piece of work every N steps.
 
         Text that arrives faster than it can be re-read is committed by what is known of it; whole, only quantized,
         where nothing is known but by re-reading.
@@ -119,7 +120,7 @@ class Maintenance:
             return None
         if all(conversation.turn is None for conversation in self._conversations.values()):
             return None  # nobody is held up: idle work reads first and commits then
-        staged = [(c, self._staged_spans(c)) for c in self._at_rest()]
+        staged = [(c, self._staged_spans(c)) for c in conversations]
         work: ProbeWork | CommitWork | None = self._commits(c for c, spans in staged if spans >= OVERDUE_SPANS)
         if work is None:
             due = [c for c, spans in staged if 1 <= spans < OVERDUE_SPANS and self._is_review_step(c)]
@@ -231,10 +232,10 @@ class Maintenance:
         under_way = self._manager.open_commits
         return (c for c in list(self._conversations.values()) if not under_way.concerns(c.handle))
 
-    def _is_due_at_turn_end(self, conversation: Conversation) -> bool:
-        policy = conversation.policy
-        at_end = policy.schedule.at_turn_end and not policy.probe and conversation.turn is None
-        return at_end and self._manager[conversation.handle].num_staged > 0
+    def _staged(self) -> list[Conversation]:
+        """Those of them that have staged text."""
+        under_way, table = self._manager.open_commits, self._conversations
+        return [table[h] for h in self._manager.staged if h in table and not under_way.concerns(h)]
 
     def _commits(self, conversations: Iterable[Conversation]) -> CommitWork | None:
         """A batch of the first of them that have something to commit.
@@ -289,3 +290,9 @@ class Maintenance:
                 return None
             kv.begin_reread(kv.num_tokens - schedule.recent_tokens)
         return self._prober.reread(conversation, kv.reread[0], again=True)
+
+
+def _is_due_at_turn_end(conversation: Conversation) -> bool:
+    """Whether what it has staged need not wait for idle time."""
+    policy = conversation.policy
+    return policy.schedule.at_turn_end and not policy.probe and conversation.turn is None

@@ -30,11 +30,12 @@ def test_one_id_in_two_tenants_is_two_conversations() -> None:
 def test_an_ended_id_is_free_at_once_though_the_conversation_is_still_held() -> None:
     table = ConversationTable()
     old = hold(table, "c")
-    table.forget_id(old)
-    old.end_requested = True
+    table.ask_end(old)
+    assert list(table.ending.values()) == [old]
     new = hold(table, "c")
     table.remove(old)
-    assert table.known("", "c") is new and list(table) == [new] and list(table.idle.values()) == [new]
+    assert not table.ending and table.known("", "c") is new
+    assert list(table) == [new] and list(table.idle.values()) == [new]
 
 
 def test_the_reason_of_an_ending_is_told_within_the_tenant_until_the_id_is_taken_again() -> None:
