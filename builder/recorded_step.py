@@ -61,7 +61,7 @@ class RecordedStep:
     """`DecoderModel.hidden` for steps of `num_rows` rows, of parts that can be recorded."""
 
     def __init__(self, parts: Parts, num_rows: int) -> None:
-        self._recorder = _Recorder(parts, num_rows)
+        self._recorder = Recorder(parts, num_rows)
         self._hidden = parts.model.hidden(self._recorder)
 
     def run(self, embedded: torch.Tensor, rotary: Rotary, kv: object) -> torch.Tensor | None:
@@ -80,7 +80,7 @@ class RecordedStep:
         return self._hidden
 
 
-class _Recorder:
+class Recorder:
     """`builder.model.Ops` that computes nothing: it binds every operation to tensors and writes it down.
 
     Results of one operation and shape share a tensor: none is read any more when the next is written. So q, k, v and

@@ -14,10 +14,12 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from builder.model import DecoderModel, Ops
+from builder.recorded_step import Recorder
 from perf.serve import DEFAULT_ENGINE
 from perf.stepping import step
 from perf.workload import CONVERSATIONS, load_conversation
@@ -75,12 +77,43 @@ class _TimedOps:
 
 
 class _TimedModel(DecoderModel):
+    """Operations are timed where they run, or, of a step that is recorded, in what was written down."""
+
     def __init__(self, model: DecoderModel, watch: Stopwatch) -> None:
         super().__init__(model.spec)
         self._watch = watch
 
     def run(self, ops: Any) -> Any:
-        return self._watch.wrap("model", super().run)(_TimedOps(ops, self._watch))
+        return super().run(self._timed(ops))
+
+    def hidden(self, ops: Any) -> Any:
+        return super().hidden(self._timed(ops))
+
+    def logits(self, ops: Any, hidden: Any) -> Any:
+        return super().logits(self._timed(ops), hidden)
+
+    def _timed(self, ops: Any) -> Any:
+        if isinstance(ops, _TimedOps):
+            return ops
+        return (_TimedRecording if isinstance(ops, Recorder) else _TimedOps)(ops, self._watch)
+
+
+class _TimedRecording(_TimedOps):
+    """Puts the stopwatch on the calls that a recorder writes down."""
+
+    def __init__(self, recorder: Recorder, watch: Stopwatch) -> None:
+        def labelled(name: str) -> Callable[..., Any]:
+            def record(*args: Any) -> Any:
+                first = len(recorder.calls)
+                result = getattr(recorder, name)(*args)
+                label = self._linear_label(*args) if name == "linear" else name
+                recorder.calls[first:] = [watch.wrap(label, call) for call in recorder.calls[first:]]
+                return result
+
+            return record
+
+        for name in (n for n in dir(Ops) if not n.startswith("_")):
+            setattr(self, name, labelled(name))
 
 
 def watch_engine(engine: Engine) -> Stopwatch:
@@ -89,6 +122,8 @@ def watch_engine(engine: Engine) -> Stopwatch:
     assert isinstance(executor, TorchExecutor)
     decoder: Any = executor._decoder
     decoder.model = _TimedModel(decoder.model, watch)
+    decoder._parts = replace(decoder._parts, model=decoder.model)
+    decoder.forward = watch.wrap("model", decoder.forward)
     for name in ("run", "probe"):
         setattr(executor, name, watch.wrap(name, getattr(executor, name)))
     forms = executor._commit_forms
@@ -102,8 +137,8 @@ def own_shares(times: Times) -> Times:
     inner = {"model", "run", "step"}
     rest = {name: ms for name, ms in times.items() if name not in inner}
     model, run, step = (times.get(name, 0.0) for name in ("model", "run", "step"))
-    rest["calls between operations"] = model - sum(rest.values())
-    rest["tables, rotary, sampling"] = run - model
+    rest["rotary, calls between operations"] = model - sum(rest.values())
+    rest["tables, sampling"] = run - model
     rest["scheduling, settling, text"] = step - run
     rest["total"] = step
     return rest
@@ -160,14 +195,14 @@ def profile(options: argparse.Namespace) -> str:
     lines = [
         f"context {held.active + held.staged + held.committed + held.evicted} tokens, policy {options.policy}, "
         f"{held.kv_bytes / 2**20:.1f} MiB of KV; medians in ms",
-        f"{'':28}{'decode':>9}{f'{largest} rows':>12}",
-        *(f"{name:28}{decode[name]:9.2f}{prefill.get(name, 0.0):12.2f}" for name in names),
+        f"{'':34}{'decode':>9}{f'{largest} rows':>12}",
+        *(f"{name:34}{decode[name]:9.2f}{prefill.get(name, 0.0):12.2f}" for name in names),
         "upkeep, ms per call (calls):",
     ]
     for name in ("probe", "draw_line", "publish"):
         calls = [times[name] for _, times in first + second if name in times]
         if calls:
-            lines.append(f"{name:28}{statistics.median(calls):9.2f} ({len(calls)})")
+            lines.append(f"{name:34}{statistics.median(calls):9.2f} ({len(calls)})")
     return "\n".join(lines)
 
 
